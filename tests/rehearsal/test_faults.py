@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 from unittest import mock
 
@@ -90,7 +91,9 @@ def test_a_run_that_is_out_of_memory_names_the_step_that_fits() -> None:
     assert large > 1.5 * small
     kind, message, hint = said
     assert kind == "OutOfMemory"
-    assert message.startswith("worker 0 is out of memory: standin:0 is out of memory: tried to allocate ")
+    assert message.startswith(
+        f"worker 0 on {gethostname()} is out of memory: standin:0 is out of memory: tried to allocate "
+    )
     assert hint == "the next step that saves memory: --micro-batch-size 1 --global-batch-size 8"
     assert climbed <= limit
 

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 import torch
@@ -161,8 +162,8 @@ def _fails_while_building(error: str) -> CausalJob:
     ("error", "message"),
     [
         ("real", "can't allocate memory: you tried to allocate 439804651110400 bytes"),
-        ("python", "worker 0 is out of memory: MemoryError"),
-        ("device", "worker 0 is out of memory: CUDA out of memory. Tried"),
+        ("python", f"worker 0 on {gethostname()} is out of memory: MemoryError"),
+        ("device", f"worker 0 on {gethostname()} is out of memory: CUDA out of memory. Tried"),
     ],
 )
 def test_memory_that_runs_out_while_the_model_is_built(error: str, message: str) -> None:
@@ -193,7 +194,9 @@ def test_a_model_of_huge_sizes_is_out_of_memory_and_not_a_wrong_size(
         --tokenizer-path {gpt_folder} --data-dir {tmp_path} --lr 1e-3 --epochs 1 --no-save --device cpu"
     assert main(words.split()) == 1
     lines = capsys.readouterr().err.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("error: worker 0 is out of memory: "))
+    start = next(
+        i for i, line in enumerate(lines) if line.startswith(f"error: worker 0 on {gethostname()} is out of memory: ")
+    )
     assert "can't allocate memory" in lines[start]
     assert lines[start + 1].startswith("  where  while the model is built")
 

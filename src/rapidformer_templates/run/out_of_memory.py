@@ -7,6 +7,7 @@ ZeRO cannot run, FSDP shards the same states. Larger groups of workers that shar
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
@@ -131,7 +132,7 @@ def _converted(where: str, hint: Callable[[], str], worker: str = "") -> Iterato
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        who = f"{worker} is out of memory" if worker else "out of memory"
+        who = f"{worker} on {socket.gethostname()} is out of memory" if worker else "out of memory"
         raise OutOfMemory(f"{who}: {_first_line(error)}", where=where, hint=hint()) from error
 
 
