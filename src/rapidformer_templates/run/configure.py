@@ -20,6 +20,7 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults
 from rapidformer_templates.planning.switch import TEMPLATES
 from rapidformer_templates.run import scripts
+from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.scripts import check_names, overridden_hooks, unused_flags
 from rapidformer_templates.system.launch import CHOSEN, is_worker
 
@@ -77,10 +78,16 @@ def complete_black_box(config: RunConfig) -> tuple[RunConfig, str]:
 
 
 def _completed(config: RunConfig, template: str) -> RunConfig:
-    """Add the values from files that switches read, and the defaults of the template."""
+    """Add the values from files that switches read, and the defaults of the template.
+
+    A run that torchrun has restarted resumes.
+    """
     if config.launch.user_script:
         raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
-    return with_template_defaults(REGISTRY.merge_files(config), template)
+    config = with_template_defaults(REGISTRY.merge_files(config), template)
+    if config.training.save and RunFolder(config.training.save).is_of_restarted_launch():
+        return config.replace("torchrun's restart", resume=True, overwrite=False)
+    return config
 
 
 def is_searched(config: RunConfig) -> bool:

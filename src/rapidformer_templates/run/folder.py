@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,7 +13,7 @@ from typing import Any, TextIO
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.metrics import metric_name
-from rapidformer_templates.system.files import finite, sync, write_json, write_text, writing
+from rapidformer_templates.system.files import JSON_ERRORS, finite, sync, write_json, write_text, writing
 
 CONTENTS = (
     "plan.json",
@@ -34,6 +35,9 @@ Summary = dict[str, Any]
 
 MetricsLine = Mapping[str, Any]
 """A line of ``metrics.jsonl``: ``step``, and other values by name."""
+
+TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
+"""Environment variable in which torchrun gives its workers the id of the launch."""
 
 TRASH = "overwritten.tmp"
 """The folder into which ``--overwrite`` moves files before it deletes them."""
@@ -102,6 +106,23 @@ class RunFolder:
                 hint="empty its target by hand and remove the link, or give another --save",
             )
 
+    def is_of_restarted_launch(self) -> bool:
+        """Return whether torchrun has started this worker again, and this launch has written the folder.
+
+        The id of a launch may be used again. So the folder must also have been written since torchrun's agent started.
+        """
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+            return False
+        try:
+            agent = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+            uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+            age = uptime - int(agent.split()[19]) / os.sysconf("SC_CLK_TCK")
+            is_later = self.plan.stat().st_mtime > time.time() - age
+            launch = json.loads(self.plan.read_text(encoding="utf-8")).get("torchrun")
+        except JSON_ERRORS:
+            return False
+        return is_later and launch is not None and launch == os.environ.get(TORCHRUN_ID)
+
     def would_delete(self, path: str | Path) -> bool:
         """Whether ``--overwrite`` would delete a file, a checkpoint or a run folder."""
         read = (Path(path).resolve(), Path(path).resolve() / "checkpoints")
@@ -124,7 +145,8 @@ class RunFolder:
                 sync(self.path)
                 shutil.rmtree(trash, ignore_errors=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            write_json(self.plan, plan)
+            launch = os.environ.get(TORCHRUN_ID)
+            write_json(self.plan, {**plan, "torchrun": launch} if launch else plan)
             if "deepspeed" in plan["engine_options"]:
                 write_json(self.path / "deepspeed.json", plan["engine_options"]["deepspeed"])
 
