@@ -17,13 +17,18 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Trainer
-from rapidformer_templates.commands.bench.worker import peak_mb, resident_mb
+from rapidformer_templates.commands.bench.worker import peak_mb
 from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run import building
 from rapidformer_templates.run.receipts import BYTES_BY_RANK
-from rapidformer_templates.system.process_state import M_MMAP_THRESHOLD, _mallopt, use_default_allocator
+from rapidformer_templates.system.process_state import (
+    M_MMAP_THRESHOLD,
+    _mallopt,
+    resident_bytes,
+    use_default_allocator,
+)
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import start_workers
 
@@ -71,7 +76,7 @@ def _train(kind: type[Job], flags: str) -> tuple[int, float]:
     gc.collect()  # what the previous run has left
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is the present size
-    before = resident_mb()
+    before = resident_bytes("VmRSS") / 1e6
     own = "--device cpu --lr 1e-4 --train-iters 2 --micro-batch-size 1 --no-save"
     receipts = kind([*own.split(), *flags.split()]).fit()["receipts"]
     held = max(sum(rank.get(name, 0) for name in BYTES_BY_RANK) for rank in receipts["held_bytes_by_rank"])

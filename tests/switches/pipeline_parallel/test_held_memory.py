@@ -134,7 +134,8 @@ same_shapes = cache(shapes)
 def predicted(name: str, rank: int, precision: str, recompute: str) -> int:
     layout = Layout(pipeline=STAGES, micro_batch=SAMPLES, accumulation=8, recompute=recompute)
     setting, model = MemoryOptions(precision), same_shapes(name, BLOCKS)
-    return of_stage(model, Stage(model, layout, rank, setting), variant_of(layout, setting), exact=True).total
+    stage = Stage(model, layout, rank, setting)
+    return of_stage(stage, variant_of(layout, setting), layout.accumulation, exact=True).total
 
 
 @pytest.mark.slow
