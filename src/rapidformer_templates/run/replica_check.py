@@ -100,14 +100,15 @@ class ReplicaCheck:
         differing = np.unique(keys[values != values[first][numbers]])
         if not differing.size:
             return
-        names_of_all = {key: name for named in workers.gather({k: names.get(k) for k in differing.tolist()})
-                        for key, name in named.items() if name}  # fmt: skip
+        names_of_all: dict[int, str] = {}
+        for named in workers.gather({key: names[key] for key in differing.tolist() if key in names}):
+            names_of_all |= named
         ranks = np.repeat(np.arange(workers.world), [len(keys) for keys, _ in by_rank])
         hosts = workers.gather(socket.gethostname())
         # The order of the first worker that has them: weights, then the optimizer state, as the model defines them.
         in_order = sorted(differing.tolist(), key=lambda key: int(np.argmax(keys == key)))
-        raise _error([_difference(names_of_all[key], ranks[keys == key], values[keys == key]) for key in in_order],
-                     self.run.position.step, hosts)  # fmt: skip
+        differences = [_difference(names_of_all[key], ranks[keys == key], values[keys == key]) for key in in_order]
+        raise _error(differences, self.run.position.step, hosts)
 
     def _parts(self) -> Iterator[Part]:
         """Yield the parts of this worker that others may have as well."""
