@@ -88,13 +88,22 @@ class NonFiniteLoss(RapidformerError):
 
     Args:
         age: number of steps that were started after the failing one before the host detected the failure.
+        samples: the samples of this worker's micro batches whose losses are not finite.
     """
 
     exit_status = 3
 
-    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None, age: int = 0) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        age: int = 0,
+        samples: Sequence[int] = (),
+    ) -> None:
         super().__init__(message, where=where, hint=hint)
-        self.age = age
+        self.age, self.samples = age, samples
 
 
 class OutOfMemory(RapidformerError):

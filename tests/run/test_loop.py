@@ -35,12 +35,15 @@ def test_a_model_that_is_not_of_transformers_learns(tmp_path: Path) -> None:
 
 def test_non_finite_loss_names_step_and_samples_and_touches_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = Line([*FLAGS, "--epochs", "1", "--save", str(folder), "--save-interval", "1"])
+    accumulated = ["--train-iters", "5", "--global-batch-size", "8"]
+    job = Line([*FLAGS, *accumulated, "--save", str(folder), "--save-interval", "1"])
     job.poisoned = 7
     with pytest.raises(NonFiniteLoss) as caught:
         job.fit()
     step = int(caught.value.message.split()[1].rstrip(":"))
-    assert "7" in caught.value.where.replace("[", " ").replace(",", " ").replace("]", " ").split()
+    samples = job._run.order.step(step - 1)[0].tolist()
+    (microbatch,) = (samples[i : i + 4] for i in (0, 4) if 7 in samples[i : i + 4])
+    assert caught.value.where == f"training samples {sorted(microbatch)}"
     assert all(torch.isfinite(p).all() for p in job.model.parameters())
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(1, step))
     newest = checkpoint.candidates(folder / "checkpoints")[0] if step > 1 else None

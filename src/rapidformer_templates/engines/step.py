@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
 import torch
 from torch import nn
@@ -55,13 +55,14 @@ class Step:
         self._weight = engine._gradient_divisor / max(targets, 1.0)
         self._total = torch.zeros((), dtype=torch.float64, device=engine.workers.device)  # of the weighted losses
         self._finished = 0  # micro batches
+        self._losses_here: list[_MicroBatchLoss] = []
         self._measured: Mapping[str, torch.Tensor] = {}
         self._contexts: list[AbstractContextManager[object]] = []  # those of the current micro batch that are open
         self._microbatch: MicroBatch
         self._model: nn.Module | Recorder  # what the current loss is computed with
         self._loss: torch.Tensor  # the mean over the global batch (fp64)
         if engine._monitor:
-            engine._monitor.begin()
+            engine._monitor.begin(self._losses_here)
         if engine._auxiliary:
             engine._auxiliary.begin_step(microbatches, engine.workers)
         engine._begin_step()
@@ -120,7 +121,11 @@ class Step:
         for hook in engine.before_update:
             hook()
         engine._set_lr(lr_factor)
-        norm, skipped = engine._finish_step(self._loss)
+        try:
+            norm, skipped = engine._finish_step(self._loss)
+        except NonFiniteLoss as error:
+            error.samples = _not_finite(self._losses_here)
+            raise
         if engine._weight_average:
             engine._weight_average.end_step(skipped)
         engine._drop_gradients()
@@ -164,6 +169,7 @@ class Step:
         later = engine._monitor.hook_counts if engine._monitor else None
         zeros = engine._needs_zero_gradients
         loss = weighted_loss(result, self._model, microbatch, self._weight, later, zeros=zeros)
+        self._losses_here.append(_MicroBatchLoss(loss.detach(), microbatch.samples))
         self._leave()
         self._model = engine._callable  # frees a recorded output
         if microbatch.targets == 0 and not microbatch.idle:
@@ -221,6 +227,18 @@ class Step:
         return total
 
 
+class _MicroBatchLoss(NamedTuple):
+    """The loss that this worker has computed for a micro batch, on the device."""
+
+    loss: torch.Tensor
+    samples: Sequence[int]
+
+
+def _not_finite(losses: Sequence[_MicroBatchLoss]) -> list[int]:
+    """Return the samples of the micro batches whose losses are not finite. The host waits for the device."""
+    return sorted({sample for one in losses if not torch.isfinite(one.loss) for sample in one.samples})
+
+
 @dataclass
 class _StepValues:
     """Values of one step: loss, gradient norm, whether the run must end, and the counts of the user's hook."""
@@ -228,6 +246,7 @@ class _StepValues:
     number: int
     values: HostCopy
     microbatches: list[MicroBatch]
+    losses: Sequence[_MicroBatchLoss]
 
 
 @dataclass
@@ -249,11 +268,16 @@ class StepMonitor:
         self._ended = torch.zeros((), dtype=torch.bool, device=self.device)
         self._unread: deque[_StepValues] = deque()
         self._started = 0
+        self._losses: Sequence[_MicroBatchLoss] = ()
 
-    def begin(self) -> None:
-        """Start a step, and read all results except that of the previous step. Raises like :meth:`poll`."""
+    def begin(self, losses: Sequence[_MicroBatchLoss]) -> None:
+        """Start a step, and read all results except that of the previous step. Raises like :meth:`poll`.
+
+        Args:
+            losses: the losses of this worker, which the step adds when it computes them.
+        """
         self._started += 1
-        self.hook_counts = []
+        self.hook_counts, self._losses = [], losses
         self.poll(MAX_STEPS_IN_FLIGHT)
 
     def check(self, loss: torch.Tensor, norm: torch.Tensor, *, may_overflow: bool) -> torch.Tensor:
@@ -272,7 +296,9 @@ class StepMonitor:
         self._ended = self._ended | wrong
         values = torch.stack([loss.to(torch.float64), norm.to(torch.float64), wrong.to(torch.float64), *counts])
         self._unread.append(
-            _StepValues(self._started, HostCopy(values), [microbatch for _, microbatch in self.hook_counts])
+            _StepValues(
+                self._started, HostCopy(values), [microbatch for _, microbatch in self.hook_counts], self._losses
+            )
         )
         return (self._ended | overflow).to(torch.float32)
 
@@ -292,7 +318,11 @@ class StepMonitor:
             for count, microbatch in zip(counts, step.microbatches, strict=True):
                 if count != microbatch.targets:
                     raise wrong_count_error(count, microbatch)
-            raise NonFiniteLoss(f"loss {loss}, gradient norm {norm}", age=self._started - step.number)
+            raise NonFiniteLoss(
+                f"loss {loss}, gradient norm {norm}",
+                age=self._started - step.number,
+                samples=_not_finite(step.losses),
+            )
 
 
 class DynamicLossScale:

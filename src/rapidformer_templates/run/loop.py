@@ -22,7 +22,12 @@ from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.replica_check import ReplicaCheck
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saving import Checkpoints
-from rapidformer_templates.run.step_errors import locate_device_errors, locate_index_errors
+from rapidformer_templates.run.step_errors import (
+    list_samples,
+    locate_device_errors,
+    locate_index_errors,
+    name_not_finite,
+)
 from rapidformer_templates.run.steps import EVALUATE, SAVE, BestStep, Intervals
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.processes import StopRequest
@@ -383,10 +388,10 @@ class Loop:
         except NonFiniteLoss as error:
             self._wait_for_save()
             step = newest - error.age
-            samples = self.run.order.step(step)[0].tolist()
+            where = name_not_finite(error, self.run.workers)
             raise NonFiniteLoss(
                 f"step {step + 1}: {error.message}; the weights are from after step {step}",
-                where=f"training samples {samples[:32]}{' …' if len(samples) > 32 else ''}",
+                where=where or f"training samples {list_samples(self.run.order.step(step)[0].tolist())}",
                 hint="check these samples; a lower --lr, --clip-grad or bf16 instead of fp16 may help; "
                 + self._resume_hint(),
             ) from None

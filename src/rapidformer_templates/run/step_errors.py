@@ -7,6 +7,7 @@ checked, because the host would wait for it.
 
 from __future__ import annotations
 
+import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,14 @@ from transformers import PreTrainedModel
 
 from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.errors import DataError, DeviceFailed, is_out_of_memory
+from rapidformer_templates.errors import DataError, DeviceFailed, NonFiniteLoss, is_out_of_memory
+from rapidformer_templates.system.workers import Workers
 
 SHOWN = 32
 """Largest number of samples that a message lists."""
+
+SHOWN_WORKERS = 4
+"""Largest number of workers that a message lists."""
 
 OTHER_INPUTS = ("image", "video", "audio", "speech")
 """Inputs whose placeholder tokens may be beyond the vocabulary, because the model replaces them."""
@@ -132,6 +137,22 @@ def _size_of(find: Callable[[], nn.Module | None], attribute: str) -> int | None
 def list_samples(samples: Sequence[int]) -> str:
     """Return the first :data:`SHOWN` samples as text."""
     return f"{list(samples[:SHOWN])}{' …' if len(samples) > SHOWN else ''}"
+
+
+def name_not_finite(error: NonFiniteLoss, workers: Workers) -> str | None:
+    """Return the samples, and the workers, whose losses are not finite. Call it on every worker.
+
+    Returns None if no loss shows where the failure is: all of them are finite, or those of all workers are not.
+    """
+    by_rank = workers.gather((list(error.samples), socket.gethostname()))
+    named = [(rank, samples, host) for rank, (samples, host) in enumerate(by_rank) if samples]
+    if workers.world == 1 and named:
+        return f"training samples {list_samples(error.samples)}"
+    if not named or len(named) == workers.world:
+        return None
+    parts = [f"{list_samples(samples)} of worker {rank} on {host}" for rank, samples, host in named[:SHOWN_WORKERS]]
+    more = f", and of {len(named) - SHOWN_WORKERS} more" if len(named) > SHOWN_WORKERS else ""
+    return f"training samples {', '.join(parts)}{more}"
 
 
 TORCH = str(Path(torch.__file__).parent)
