@@ -77,7 +77,7 @@ class Drifting(JOBS["llama-4-tied"]):  # type: ignore[misc]
         name = f"{self.name}/exp_avg" if kind == "optimizer" else self.name
         for shard in self._observed.engine.shards(kind) if is_due else ():
             if shard.name == name:
-                _flip_bit(shard.values, 22)  # Adam may round the last bit away
+                _flip_bit(shard.values, 26)  # of the exponent, because Adam may round one of the mantissa away
 
 
 def _flip_bit(values: torch.Tensor, bit: int = 0) -> None:
@@ -128,9 +128,10 @@ NOT_FOUND = [(layout, "computed gradient") for layout in LAYOUTS] + [("zero-2", 
 @pytest.mark.parametrize(("layout", "fault"), by_default([], [*NOT_FOUND, *((layout, "") for layout in LAYOUTS)]))
 def test_workers_that_agree_train_to_the_end(layout: str, fault: str) -> None:
     count, flags = LAYOUTS[layout]
+    flags += " --train-iters 4"  # the fourth loss is that of the first weights that a wrong optimizer state has changed
     curves = run_in_workers(count, _train, fault, 0, MATRIX, flags)
     unmodified = run_in_workers(count, _train, "", 0, MATRIX, f"{flags} --check-replicas 0")
-    assert len(curves[0]) == 3
+    assert len(curves[0]) == 4
     assert (curves == unmodified) == (not fault)
 
 

@@ -214,7 +214,9 @@ def _from_folder(config: RunConfig) -> PreTrainedTokenizerFast:
     folder = model_folder(path, revision, "tokenizer", flag=spelling(flag), code=code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=code)
-    except Exception as error:  # transformers raises many kinds of errors, and tokenizers a bare Exception
+    except BaseException as error:  # many kinds: tokenizers raises a bare Exception, and Rust a PanicException
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         if (folder / "config.json").is_file() and not is_converted(folder):
             with explain_config_errors(folder):  # transformers reads it, too
                 AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=code)

@@ -37,6 +37,9 @@ SAFETENSORS = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.s
 PICKLES = ("pytorch_model.bin", "pytorch_model-*-of-*.bin", "adapter_model.bin")
 """Patterns of weights in torch's format, which are downloaded only if there are no safetensors."""
 
+LONGEST_NAME = 96
+"""Number of characters that the hub allows in a name."""
+
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Files that list the shards of sharded weights."""
 
@@ -47,9 +50,9 @@ def is_hub_name(name: str) -> bool:
     ``models/bert`` is a path if there is a folder ``models``.
     """
     path = Path(name)
-    return (
-        NAME.fullmatch(name) is not None and not path.exists() and not (path.parent != Path() and path.parent.is_dir())
-    )
+    if len(name) > LONGEST_NAME or NAME.fullmatch(name) is None:
+        return False
+    return not path.exists() and not (path.parent != Path() and path.parent.is_dir())
 
 
 def cached_folder(name: str, revision: str | None, part: Part, *, code: bool = False) -> Path | None:
@@ -74,10 +77,18 @@ def prepare_config(flags: ModelFlags) -> None:
     """Download the configuration of a model on the hub, which plans read. Does nothing for a folder.
 
     Raises:
-        ModelError: it cannot be downloaded. A plan can go without it if the error is :class:`HubUnreachable`.
+        ModelError: it cannot be downloaded, or the file system does not allow such a name. A plan can go without it if
+            the error is :class:`HubUnreachable`.
     """
     name = flags.pretrained_model_name_or_path
-    if name is not None and is_hub_name(name):
+    if name is None:
+        return
+    try:
+        Path(name).exists()
+    except OSError as error:  # a name that is too long
+        message = f"{name[:40]} … cannot be a folder: {error.strerror}"
+        raise ModelError(message, where=PRETRAINED, hint="name a folder, or a model on the hub") from error
+    if is_hub_name(name):
         model_folder(name, flags.revision, "config", flag=PRETRAINED)
 
 

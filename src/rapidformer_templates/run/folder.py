@@ -197,7 +197,7 @@ def _lines(path: Path) -> Iterator[tuple[int, MetricsLine | None]]:
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         yield number, value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
 

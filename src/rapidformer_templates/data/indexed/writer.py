@@ -288,7 +288,7 @@ def read_sums(prefix: str | Path) -> Sums | None:
         blocks = -(-sums["bin"]["bytes"] // sums["bin"]["block_bytes"])
         numbers = [*sums["bin"]["crc32"], sums["idx"]["crc32"], sums["largest_token"]]
         is_whole = len(sums["bin"]["crc32"]) == blocks and all(isinstance(number, int) for number in numbers)
-    except (*JSON_ERRORS, ZeroDivisionError):
+    except (*JSON_ERRORS, ArithmeticError):
         is_whole = False
     if not is_whole:
         hint = "delete it, and create it again with rapidformer data verify --write-sums if you trust the set"

@@ -106,6 +106,8 @@ def read_example(question: str, context: str, answers: Any, column: str) -> Ques
             pairs = tuple(zip(parsed["text"], map(int, parsed["answer_start"]), strict=True))
         else:
             pairs = tuple((answer["text"], int(answer["answer_start"])) for answer in parsed)
+        if not all(isinstance(answer, str) for answer, _ in pairs):
+            raise TypeError("an answer is not a text")
     except (KeyError, TypeError, ValueError):
         hint = 'write {"text": ["…"], "answer_start": [0]}'
         raise DataError(f"the column '{column}' holds no answers", hint=hint) from None
