@@ -128,7 +128,7 @@ NOT_FOUND = [(layout, "computed gradient") for layout in LAYOUTS] + [("zero-2", 
 @pytest.mark.parametrize(("layout", "fault"), by_default([], [*NOT_FOUND, *((layout, "") for layout in LAYOUTS)]))
 def test_workers_that_agree_train_to_the_end(layout: str, fault: str) -> None:
     count, flags = LAYOUTS[layout]
-    flags += " --train-iters 4"  # the fourth loss is that of the first weights that a wrong optimizer state has changed
+    flags += " --train-iters 4"  # a wrong optimizer state changes the weights of step 3 and the loss of step 4
     curves = run_in_workers(count, _train, fault, 0, MATRIX, flags)
     unmodified = run_in_workers(count, _train, "", 0, MATRIX, f"{flags} --check-replicas 0")
     assert len(curves[0]) == 4

@@ -10,16 +10,18 @@ opens a process group and closes it. A worker that dies or hangs ends the pool, 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import inspect
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -190,6 +192,7 @@ class WorkerPool:
                         results[rank] = Failure("EOFError", "the worker has died")
                     if isinstance(results[rank], Failure):
                         deadline = min(deadline, time.monotonic() + GRACE)
+        self._show_stacks(waiting.values())
         # Workers that all returned the same error are in step. Otherwise one may wait in a collective. A failure on an
         # accelerator may have left work on its streams.
         kinds = {result.kind if isinstance(result, Failure) else "" for result in results}
@@ -197,6 +200,12 @@ class WorkerPool:
         if len(kinds) > 1 or kinds & {"EOFError", "TimeoutError"} or in_doubt or self._is_worn():
             self.end()
         return results
+
+    def _show_stacks(self, ranks: Collection[int]) -> None:
+        """Let workers that have not come back write on standard error what they are doing."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR2)
+        time.sleep(0.5 if ranks else 0)
 
     def _start(self, count: int) -> None:
         """Start workers until there are at least ``count``."""
@@ -288,6 +297,7 @@ def _serve(rank: int, device: str, pipe: Connection, of_others: list[Connection]
     """Run one job after another until the test process closes the pipe."""
     for other in of_others:
         other.close()
+    faulthandler.register(signal.SIGUSR2, file=2)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # runs start loaders
     if device == stand_in.NAME:
         stand_in.load()
