@@ -161,7 +161,8 @@ def test_what_was_sent_is_kept_no_longer_than_it_travels() -> None:
 @pytest.mark.parametrize("rank", by_default([1], [1, STAGES - 1]))
 def test_transfers_do_not_pile_up(rank: int) -> None:
     few, many = (Held("gpt2", rank, microbatches=count).peak for count in (8, 20))
-    assert many - few == 12 * batch(SAMPLES)["input_ids"].nbytes  # the batches themselves
+    own_loss = 4 if rank == STAGES - 1 else 0  # kept until the step is known to be finite
+    assert many - few == 12 * (batch(SAMPLES)["input_ids"].nbytes + own_loss)
 
 
 @pytest.mark.slow
