@@ -141,7 +141,7 @@ def test_a_number_that_no_machine_or_model_has_is_refused(readers: Mapping[str, 
 
 
 def plan(*words: str) -> Callable[[Path], object]:
-    """Return a reader that plans a command. ``{}`` in a word stands for the folder."""
+    """Return a reader that plans a command. ``{}`` in a word is replaced by the folder."""
 
     def read(folder: Path) -> None:
         config, environment, _ = plan_request([word.replace("{}", str(folder)) for word in words])

@@ -97,7 +97,7 @@ class Rotten:
         files: the content of each valid file, by its name in the folder.
         target: the file to damage.
         read: reads the folder.
-        costs: how many ordinary inputs one input of this reader stands for. It reads fewer.
+        costs: how many times slower it is than a fast reader. A longer test divides its number of inputs by this.
     """
 
     files: Mapping[str, bytes]

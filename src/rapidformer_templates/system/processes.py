@@ -282,7 +282,7 @@ class WorkerProcesses:
                 continue  # it has already ended
 
     def failures(self) -> list[Failure]:
-        """Return the workers that failed. Those that still run count as killed."""
+        """Return the workers that failed. A worker that still runs counts as killed."""
         running = {self._processes.index(process): -signal.SIGKILL for process in self._running()}
         return [
             Failure(rank, status, self._noticed.get(rank, time.time()), _read(self._files[rank]))
