@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
@@ -29,6 +28,7 @@ from rapidformer_templates.run.inference import Weights, copied_weights
 from rapidformer_templates.run.run import Run, Template
 from rapidformer_templates.run.scripts import record_outcome
 from rapidformer_templates.system import launch
+from rapidformer_templates.system.private_folders import check_private, private, private_folder, write_private
 from rapidformer_templates.system.tensor_files import TensorFiles
 
 RUN_ATTRIBUTES = ("_run", "_model", "_model_run", "_local_run", "_weights", "_trained_in_workers", "task")
@@ -50,9 +50,8 @@ def fit(template: Template) -> tuple[Summary, Weights]:
         variables, resumes = check_before_workers(template)
         variables = {**variables, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         count, port = template.config.launch.nproc_per_node or 1, template.config.launch.master_port
-        with tempfile.TemporaryDirectory(prefix="rapidformer-") as name:
-            folder = Path(name)
-            (folder / TEMPLATE).write_bytes(_pickled(template))
+        with private_folder() as folder:
+            write_private(folder / TEMPLATE, _pickled(template))
             command = [sys.executable, "-m", "rapidformer_templates.run.launch_from_python", str(folder)]
             try:
                 launch.run_workers(command, count, port, variables, resumes, shown=not launch.is_script())
@@ -63,6 +62,7 @@ def fit(template: Template) -> tuple[Summary, Weights]:
                 raise WorkerFailed("the workers ended without a result", hint=hint)
             outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
             load_callback_states(template.callbacks, outcome["callbacks"])
+            check_private(folder / WEIGHTS)
             trained.append(torch.load(folder / WEIGHTS, weights_only=True, mmap=True))
             summary: Summary = outcome["summary"]
         return summary
@@ -124,6 +124,7 @@ def _worker_error(folder: Path, report: ReportedError) -> Exception:
     """Return the exception of a worker, or its text if it could not be sent."""
     file = folder / f"error-{report.rank}.pickle"
     try:
+        check_private(file)
         error = pickle.loads(file.read_bytes())
     except Exception:  # unpickling may fail for any class
         return report
@@ -145,22 +146,24 @@ def main(folder: Path) -> None:
         with TensorFiles(folder) as files:
             weights = copied_weights(run.engine, files.store)
             if run.workers.is_main:
-                torch.save(weights, folder / WEIGHTS)
+                with open(folder / WEIGHTS, "wb", opener=private) as file:
+                    torch.save(weights, file)
 
     def train() -> None:
         try:
+            check_private(folder / TEMPLATE)
             template: Template = pickle.loads((folder / TEMPLATE).read_bytes())
             summary = join_and_train(template, store_weights)
         except Exception as error:
             file = folder / f"error-{rank}.pickle"
             try:
-                file.write_bytes(cloudpickle.dumps(error))
+                write_private(file, cloudpickle.dumps(error))
             except Exception:  # its text is reported in any case
                 file.unlink(missing_ok=True)
             raise
         if rank == "0":
             outcome = {"summary": summary, "callbacks": states_of(template.callbacks)}
-            (folder / OUTCOME).write_text(json.dumps(outcome), encoding="utf-8")
+            write_private(folder / OUTCOME, json.dumps(outcome).encode())
 
     launch.report_errors(train)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from rapidformer_templates.system.files import explain, try_writing
+from rapidformer_templates.system.files import explain, remove_trials, try_writing
 
 if TYPE_CHECKING:
     from rapidformer_templates.system.workers import Workers
@@ -77,6 +77,9 @@ class RunLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor = self._open(os.O_CREAT, fcntl.LOCK_EX)
             self._is_owner = True
+            if self.works:
+                for folder in (self.folder, self.folder / "checkpoints"):
+                    remove_trials(folder)
             os.truncate(descriptor, 0)
             owner = {
                 "host": socket.gethostname(),

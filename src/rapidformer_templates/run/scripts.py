@@ -20,7 +20,6 @@ import os
 import re
 import runpy
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -32,6 +31,7 @@ from rapidformer_templates.errors import ConfigError, RapidformerError, Reported
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.system import launch
+from rapidformer_templates.system.private_folders import private_folder, write_private
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.run import Template
@@ -398,11 +398,11 @@ def train_in_new_workers(
     Raises:
         WorkerFailed: the workers ended without an error, but have not trained.
     """
-    with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder:
+    with private_folder() as folder:
         call = Call(template=template, flags=flags, outcomes=_outcomes)
-        Path(folder, "call.json").write_text(json.dumps(call), encoding="utf-8")
-        launch.run_workers(launch.program_command(), count, port, {**(variables or {}), CALL: folder}, resumes)
-        result = Path(folder, "summary.json")
+        write_private(folder / "call.json", json.dumps(call).encode())
+        launch.run_workers(launch.program_command(), count, port, {**(variables or {}), CALL: str(folder)}, resumes)
+        result = folder / "summary.json"
         if not result.exists():
             raise WorkerFailed(
                 f"the workers ended without reaching this call of {template}.fit()",
@@ -450,7 +450,7 @@ def train_in_this_worker(
         override_flags({name: value for name, value in call["flags"].items() if values.get(name) != value})
         summary = train()
         if os.environ["RANK"] == "0":
-            (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+            write_private(folder / "summary.json", json.dumps(summary).encode())
 
     launch.report_errors(train_for_the_call)
     raise SystemExit(0)

@@ -107,19 +107,29 @@ def write_synced(path: Path, text: str) -> Seal:
     return {"bytes": len(content), "crc32": zlib.crc32(content)}
 
 
+TRIAL = ".try-"
+"""First characters of the files by which :func:`try_writing` tests a folder."""
+
+
 def try_writing(folder: Path) -> None:
     """Write a page into a folder and remove it.
 
     Raises:
         OSError: that is not possible.
     """
-    descriptor, name = tempfile.mkstemp(prefix=".try-", dir=folder)
+    descriptor, name = tempfile.mkstemp(prefix=TRIAL, dir=folder)
     try:
         write_at(descriptor, memoryview(bytes(PAGE)), 0)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
         os.unlink(name)
+
+
+def remove_trials(folder: Path) -> None:
+    """Remove the files that processes have left that were killed in :func:`try_writing`. No other may be in it."""
+    for path in folder.glob(TRIAL + "*"):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

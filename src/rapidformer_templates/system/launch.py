@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
+from rapidformer_templates.system.private_folders import private_folder, write_private
 from rapidformer_templates.system.processes import (
     ERROR_FILE,
     ErrorRecord,
@@ -83,12 +83,12 @@ def run_workers(
         raise ConfigError(problem, where="--master-port", hint="choose another, or leave it out for a free one")
     started = time.time()
     with (
-        tempfile.TemporaryDirectory(prefix="rapidformer-") as folder,
+        private_folder() as folder,
         handle_stop_signals(StopSignal()) as stop,
         reserved_port() as free_port,
     ):
         environments = [{**_environment(rank, count, port or free_port), **(more or {})} for rank in range(count)]
-        workers = WorkerProcesses(command, environments, Path(folder), shown=shown)
+        workers = WorkerProcesses(command, environments, folder, shown=shown)
         try:
             workers.wait(stop)
         finally:
@@ -212,7 +212,7 @@ def report_error(error: Exception) -> NoReturn:
         report: ErrorRecord = {"message": text, "timestamp": int(time.time()), "told_at": time.time()}
         if isinstance(error, Interrupted):
             report["interrupted"] = {"message": error.message, "hint": error.hint, "saved": error.saved}
-        Path(path).write_text(json.dumps(report), encoding="utf-8")
+        write_private(Path(path), json.dumps(report).encode())
     else:
         print(text, file=sys.stderr)
     # Peers may be waiting for this process in a collective, so do not wait for them.

@@ -319,6 +319,8 @@ class WorkerOutput:
 
     def __init__(self, folder: Path) -> None:
         paths = (folder / "stdout", folder / "stderr")
+        for path in paths:
+            path.touch(0o600)
         self.stdout, self.stderr = (path.open("ab") for path in paths)
         # The output so far may end in the middle of a character.
         self._readers = [(path.open("rb"), codecs.getincrementaldecoder("utf-8")(errors="replace")) for path in paths]
@@ -352,7 +354,7 @@ def joined() -> Iterator[None]:
     error_file = Path(os.environ.get(ERROR_FILE, "")) if LAUNCHER in os.environ else None
     file = _joined_file(error_file) if error_file and error_file.parent.is_dir() else None
     if file:
-        file.touch()
+        file.touch(0o600)
     try:
         yield
     except SystemExit as error:
