@@ -24,6 +24,7 @@ QUESTIONS = {
     "packing": "packed documents, separated with and without a mask",
     "graph": "ONNX Runtime and inductor, compared with eager",
     "planner": "predicted memory of a plan, compared with real steps",
+    "seconds": "predicted seconds of a step on this machine, compared with real steps",
     "published-runs": "predicted seconds of a step, compared with published measurements",
     "offload": "predicted and measured memory with activations on the host",
     "context": "predicted and measured memory of long sequences, divided over several workers",

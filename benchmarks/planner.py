@@ -279,16 +279,19 @@ def measure(cases: Sequence[Case], advance: Advance = lambda text: None) -> list
     return results
 
 
-def run_in_groups(jobs: Sequence[tuple[str, Sequence[str]]], world: int) -> list[list[dict[str, Any]]]:
+def run_in_groups(
+    jobs: Sequence[tuple[str, Sequence[str]]], world: int, worker: str = planner_worker.__name__
+) -> list[list[dict[str, Any]]]:
     """Run jobs in one group of ``world`` processes. Returns what each rank reports for each job.
 
     Args:
         jobs: A model and the flags of its run for each job.
         world: Number of processes.
+        worker: Module that the processes run.
     """
     words = json.dumps([{"model": model, "workers": world, "flags": list(flags)} for model, flags in jobs])
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
-        command = [sys.executable, "-m", planner_worker.__name__, words, folder]
+        command = [sys.executable, "-m", worker, words, folder]
         if world == 1:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         else:

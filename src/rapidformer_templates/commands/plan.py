@@ -26,6 +26,7 @@ from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults
 from rapidformer_templates.run import scripts
 from rapidformer_templates.run.early_checks import check_metric
+from rapidformer_templates.switches.auto_strategy.device_file import read_device_file
 from rapidformer_templates.switches.auto_strategy.whole_training import TrainingTerms
 from rapidformer_templates.system.terminal import console
 
@@ -61,6 +62,9 @@ class PlanFlags:
     )
     local_world_size: int | None = flag(None, "workers on one node (default: all)", metavar="N", minimum=1)
     device_kind: DeviceKindName | None = flag(None, "plan for GPUs of this kind, which need not be here")
+    device_file: str | None = flag(
+        None, "plan for devices that `rapidformer bench calibrate --output FILE` has measured", metavar="FILE"
+    )
     tokens: TokenCount | None = flag(
         None,
         "length of the training, such as 300B or 1.5T: predicts its hours, GPU-hours and checkpoints",
@@ -189,9 +193,24 @@ def _planned_environment(environment: Environment, config: RunConfig, options: P
     """Return the environment of the plan. Devices that the user names or describes replace those of this machine.
 
     Raises:
-        ConfigError: ``--device-kind`` names a GPU, but ``--device`` is cpu.
+        ConfigError: ``--device-kind`` names a GPU, but ``--device`` is cpu. Or ``--device-file`` cannot be used.
     """
     kind, device = options.device_kind, config.launch.device
+    if options.device_file:
+        file = read_device_file(options.device_file)
+        if kind is not None:
+            raise ConfigError("--device-kind and --device-file both describe the devices", hint="leave one of them out")
+        if device not in ("auto", file.device):
+            raise ConfigError(
+                f"{options.device_file} describes {file.device}, not --device {device}", hint="leave --device out"
+            )
+        return dataclasses.replace(
+            environment,
+            device=file.device,
+            compute_capability=file.compute_capability,
+            device_origin=f"--device-file {options.device_file}: {file.name}",
+            device_file=options.device_file,
+        )
     if kind is not None:
         if device == "cpu":
             raise ConfigError(f"--device-kind {kind} is a GPU, and --device cpu none", hint="leave one of them out")

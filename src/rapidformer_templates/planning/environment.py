@@ -71,6 +71,7 @@ class Environment:
         cxx: the C++ compiler that torch's inductor would call, or None.
         device_origin: what specified the devices, or None for those of this machine.
         device_kind: the key in ``DEVICE_KINDS`` if the plan is for another machine.
+        device_file: the file with measured rates of the devices, if one was named.
     """
 
     template: str | None = "Trainer"
@@ -84,6 +85,7 @@ class Environment:
     cxx: str | None = "g++"
     device_origin: str | None = None
     device_kind: str | None = None
+    device_file: str | None = None
 
     @property
     def has_device(self) -> bool:

@@ -14,7 +14,7 @@ from rapidformer_templates.planning.flag_parser import CommandParser, positive
 EVIDENCE = (
     "adapters", "context", "export-memory", "faults", "fused-loss", "graph", "layouts", "longest", "moe", "offload",
     "optimizers", "overhead", "packing", "padding", "peers", "planner", "precision", "preprocess", "published-runs",
-    "reading", "saving", "setup-memory", "states", "streaming",
+    "reading", "saving", "seconds", "setup-memory", "states", "streaming",
 )  # fmt: skip
 """Questions that ``python -m benchmarks`` answers in a checkout of the repository."""
 
@@ -92,7 +92,31 @@ def build_parser() -> argparse.ArgumentParser:
     }
     for name, text in helps.items():
         _add_table(commands.add_parser(name, parents=[output], help=text))
+    _add_calibrate(commands.add_parser("calibrate", help="rates of this machine, for plan --device-file"))
     return parser
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure products, memory and exchanges of this machine and write a file for plan --device-file."
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("device.json"), metavar="FILE", help="the file (default: device.json)"
+    )
+    parser.add_argument(
+        "--workers", type=positive, nargs="+", metavar="N",
+        help="numbers of workers to measure with (default: 1 2 4; on an accelerator powers of two up to all devices)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=0.2, help="time of each of about 50 measurements (default: 0.2)"
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="KIND",
+        help="auto, cpu, or what torch calls the accelerator (default: auto)",
+    )
+    parser.set_defaults(module="calibrate")
 
 
 def _add_table(parser: argparse.ArgumentParser) -> None:

@@ -35,10 +35,10 @@ PACKAGES = (
 
 
 def machine() -> dict[str, str | int | None]:
-    return {"system": platform.system(), "processor": _processor(), "cores": os.cpu_count()}
+    return {"system": platform.system(), "processor": processor(), "cores": os.cpu_count()}
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return the name of the processor if the system reports it, else the machine type."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:

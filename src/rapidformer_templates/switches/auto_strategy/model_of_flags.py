@@ -93,16 +93,7 @@ class Subject:
         self.shapes = ModelShapes(
             build, source.batch, gpu=gpu, stages=stages, has_copy=copied, compute_loss=source.compute_loss
         )
-        whole = self.shapes.whole
-        gates = [module for module in whole.modules() if isinstance(module, Gate)]  # else the architecture's own
-        self.facts = CommunicationSizes(
-            parameters=sum(facts.count for facts in self.shapes.all_parameters.values()),
-            blocks=sum(self.shapes.depths.values()),
-            hidden=self.shapes.width,
-            tokens=source.tokens,
-            experts=sum(facts.count for facts in self.shapes.all_parameters.values() if facts.is_expert),
-            visits=sum(gate.top_k for gate in gates or routers_of(whole)),
-        )
+        self.facts = communication_sizes(self.shapes, source.tokens)
 
     @cached_property
     def experts(self) -> int:
@@ -110,6 +101,23 @@ class Subject:
         whole = self.shapes.whole
         expert_counts = [len(experts.up) for experts in whole.modules() if isinstance(experts, Experts)]
         return math.gcd(*expert_counts, *(experts.num_experts for experts in own_experts(whole)))
+
+
+def communication_sizes(shapes: ModelShapes, tokens: int) -> CommunicationSizes:
+    """Return the sizes of a model that communication depends on.
+
+    Args:
+        tokens: tokens per sample.
+    """
+    gates = [module for module in shapes.whole.modules() if isinstance(module, Gate)]  # else the architecture's own
+    return CommunicationSizes(
+        parameters=sum(facts.count for facts in shapes.all_parameters.values()),
+        blocks=sum(shapes.depths.values()),
+        hidden=shapes.width,
+        tokens=tokens,
+        experts=sum(facts.count for facts in shapes.all_parameters.values() if facts.is_expert),
+        visits=sum(gate.top_k for gate in gates or routers_of(shapes.whole)),
+    )
 
 
 class FlagModel:

@@ -15,8 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
+from rapidformer_templates.switches.auto_strategy.device_file import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    SEND,
+)
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
-from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware
+from rapidformer_templates.switches.auto_strategy.timing import GB, MEMORY_PASSES, Hardware
 from rapidformer_templates.switches.auto_strategy.trace import Product, Trace
 
 TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
@@ -25,15 +32,6 @@ TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 Small tiles fill the last wave of multiprocessors better, but read their operands more often. Libraries choose the
 fastest one.
 """
-
-KERNEL_SECONDS = 2e-6
-"""Seconds between two kernels on a device."""
-
-LAUNCH_SECONDS = 5e-6
-"""Seconds in which the host starts an operation of eager PyTorch. It agrees with a BERT of single samples on a V100."""
-
-MEMORY_PASSES = 1.9
-"""How often operations between two products move an operand of each through memory. Fitted."""
 
 GRADIENT_TRAFFIC = 10
 """Bytes that adding a gradient to its sum moves in each micro batch: 16 bits are read, 32 bits read and written."""
@@ -145,17 +143,27 @@ def product_seconds(product: Product, hardware: Hardware) -> float:
     batch, rows, inner, columns = product.batch, product.rows, product.inner, product.columns
     if product.is_attention:
         computed = product.flops / (hardware.attention_tflops * 1e12)
-        return max(computed, product.moved / (hardware.memory_bandwidth * GB)) + KERNEL_SECONDS
-    rate = hardware.tflops * 1e12
-    if hardware.multiprocessors:
-        cells = min(
-            math.ceil(batch * math.ceil(rows / a) * math.ceil(columns / b) / hardware.multiprocessors) * a * b / speed
-            for height, width, speed in TILES
-            for a, b in ((height, width), (width, height))
-        )
-        rate *= batch * rows * columns / (cells * hardware.multiprocessors)
+        return max(computed, product.moved / (hardware.memory_bandwidth * GB)) + hardware.kernel_seconds
     operands = batch * (rows * inner + inner * columns + rows * columns) * product.width
-    return max(product.flops / rate, operands / (hardware.memory_bandwidth * GB)) + KERNEL_SECONDS
+    computed = tile_flops(product, hardware.multiprocessors) / (hardware.tflops * 1e12)
+    return max(computed, operands / (hardware.memory_bandwidth * GB)) + hardware.kernel_seconds
+
+
+def tile_flops(product: Product, multiprocessors: int) -> float:
+    """Return the operations for which a matrix product occupies the device: those of all waves of tiles.
+
+    Args:
+        multiprocessors: 0 if the device computes no tiles in waves.
+    """
+    batch, rows, columns = product.batch, product.rows, product.columns
+    if not multiprocessors:
+        return product.flops
+    cells = min(
+        math.ceil(batch * math.ceil(rows / a) * math.ceil(columns / b) / multiprocessors) * a * b / speed
+        for height, width, speed in TILES
+        for a, b in ((height, width), (width, height))
+    )
+    return product.flops * cells * multiprocessors / (batch * rows * columns)
 
 
 @dataclass(frozen=True)
@@ -171,20 +179,21 @@ class _Works:
 @cache  # many layouts have the same trace
 def _works(trace: Trace, hardware: Hardware) -> _Works:
     parts = dict(vars(_Works()))
+    bandwidth = hardware.activation_bandwidth or hardware.memory_bandwidth / MEMORY_PASSES
     for phase in trace.phases:
         part = {"begin": "ends", "end": "ends", "turn": "head", "reduce": "head"}.get(phase.name, phase.name)
-        work = _Work(host=LAUNCH_SECONDS * phase.launches)
+        work = _Work(host=hardware.launch_seconds * phase.launches)
         for product in phase.products:
             seconds = product_seconds(product, hardware)
-            moved = MEMORY_PASSES * product.moved / (hardware.memory_bandwidth * GB)
+            moved = product.moved / (bandwidth * GB)
             kinds = (0.0, seconds) if product.is_attention else (seconds, 0.0)
-            work = work.plus(_Work(*kinds, moved, LAUNCH_SECONDS), product.times)
+            work = work.plus(_Work(*kinds, moved, hardware.launch_seconds), product.times)
         parts[part] = parts[part].plus(work)
     return _Works(**parts)
 
 
-def exchange_seconds(size: float, workers: int, stride: int, local_world: int, hardware: Hardware) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter. An all-reduce takes twice as long.
+def exchange_seconds(size: float, workers: int, stride: int, local_world: int, hardware: Hardware, kind: str) -> float:
+    """Return the seconds of an exchange. An all-reduce is a reduce-scatter and an all-gather.
 
     Inside a node, each worker receives everything. Between nodes, all workers of a node share what arrives there.
 
@@ -192,14 +201,20 @@ def exchange_seconds(size: float, workers: int, stride: int, local_world: int, h
         size: bytes of all shares together.
         workers: number of workers in the group.
         stride: distance between neighbours of the group. Workers of a node are numbered one after the other.
+        kind: one of ``EXCHANGES``.
     """
     if workers == 1 or not size:
         return 0.0
     near = max(1, min(workers, local_world // stride))
     nodes = math.ceil(workers / near)
+    halves = 2 if kind == ALL_REDUCE else 1
+    if nodes == 1 and kind in hardware.exchanges:
+        measured = hardware.exchanges[kind]
+        return measured.seconds + halves * size * (workers - 1) / workers / (measured.gbs * GB)
     inside = size * (workers - 1) / workers / (hardware.intra_node * GB) if near > 1 else 0.0
     between = size * (nodes - 1) / nodes / (near * hardware.inter_node * GB)
-    return max(inside, between) + DELAY + HOP_IN_NODE * (near - 1) * nodes + HOP_BETWEEN_NODES * (nodes - 1)
+    delay = DELAY + HOP_IN_NODE * (near - 1) * nodes + HOP_BETWEEN_NODES * (nodes - 1)
+    return halves * (max(inside, between) + delay)
 
 
 def predict_seconds(
@@ -233,30 +248,39 @@ def predict_seconds(
 
     hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width / layout.context
     tensor, experts = (share * each for each in _block_exchanges(layout, facts, hidden_bytes, hardware, local_world))
-    link = hardware.intra_node if layout.world <= local_world else hardware.inter_node
     sent = hidden_bytes / (layout.tensor if layout.sequence_parallel else 1)
-    transfer = 2 * layout.virtual * (sent / (link * GB) + DELAY) if pipeline > 1 else 0.0
+    transfer = 2 * layout.virtual * _send_seconds(sent, layout.world > local_world, hardware) if pipeline > 1 else 0.0
     copied = exposed_copies(trace.sent / pipeline / (hardware.host_link * GB), work.total)
-    turn = work.total + tensor + experts + transfer
+    starts = work.host if hardware.device == "cpu" else 0.0  # a GPU computes meanwhile
+    turn = work.total + starts + tensor + experts + transfer
     mean = turn - work.total + sum(each.total for each in workers) / pipeline
 
     exposed, hidden = _data_seconds(layout, setting, facts, work, width, hardware, local_world)
     replicas = layout.shares if layout.partitioning != "none" else 1
+    update_bandwidth = hardware.update_bandwidth or hardware.memory_bandwidth
     local_parameters = facts.parameters - facts.experts + facts.experts / layout.experts
     return Timing(
         products=accumulation * work.products,
         attention=accumulation * work.attention,
         memory=accumulation * work.memory,
-        launches=accumulation * max(0.0, work.host - turn),
+        launches=accumulation * (starts or max(0.0, work.host - turn)),
         bubble=(pipeline - 1) * mean / layout.virtual,
         tensor=accumulation * tensor,
         pipeline=accumulation * transfer,
         data=exposed,
         experts=accumulation * experts,
-        update=UPDATE_TRAFFIC * local_parameters / pipeline / replicas * per_parameter,
+        update=UPDATE_TRAFFIC * local_parameters / (pipeline * replicas * layout.tensor * update_bandwidth * GB),
         offload=accumulation * copied,
         hidden=hidden,
     )
+
+
+def _send_seconds(size: float, crosses_nodes: bool, hardware: Hardware) -> float:
+    """Return the seconds in which a tensor reaches the next stage."""
+    if not crosses_nodes and SEND in hardware.exchanges:
+        measured = hardware.exchanges[SEND]
+        return measured.seconds + size / (measured.gbs * GB)
+    return size / ((hardware.inter_node if crosses_nodes else hardware.intra_node) * GB) + DELAY
 
 
 def exposed_copies(copied: float, computed: float) -> float:
@@ -277,11 +301,12 @@ def _block_exchanges(
     """Return the seconds in which a block of a micro batch exchanges activations, and tokens of experts."""
     # Two sums over the tensor group in the forward, two in the backward. Recomputation adds the forward's.
     sums = 4 if layout.recompute == "none" else 6
-    tensor = 2 * sums * exchange_seconds(hidden_bytes, layout.tensor, 1, local_world, hardware)
+    tensor = sums * exchange_seconds(hidden_bytes, layout.tensor, 1, local_world, hardware, ALL_REDUCE)
     # Queries, keys, values and the output of a block go to the other workers, and again in the backward.
     if layout.context > 1:
         share = hidden_bytes / layout.tensor
-        tensor += 2 * sums * exchange_seconds(share, layout.context, layout.tensor, local_world, hardware)
+        to_all = exchange_seconds(share, layout.context, layout.tensor, local_world, hardware, ALL_TO_ALL)
+        tensor += 2 * sums * to_all
     # A token goes to the experts that it visits and returns. Its gradients do the same.
     away = (layout.experts - 1) / layout.experts * hidden_bytes
     link = hardware.intra_node if layout.tensor * layout.experts <= local_world else hardware.inter_node
@@ -309,19 +334,21 @@ def _data_seconds(
     accumulation = layout.accumulation
     share = 1 / (layout.tensor * layout.pipeline)
 
-    def exchange(bytes_each: float, times: int = 1) -> float:
-        """Return the seconds to gather or to reduce a worker's parameters in ``times`` parts."""
+    def exchange(bytes_each: float, kind: str, times: int = 1) -> float:
+        """Return the seconds to exchange a worker's parameters in ``times`` parts."""
         dense = times * exchange_seconds(
             (facts.parameters - facts.experts) * share * bytes_each / times,
             layout.shares,
             layout.tensor,
             local_world,
             hardware,
+            kind,
         )
         # A worker has only some of the divided experts, and fewer peers for them.
         expert_bytes = facts.experts * share / layout.experts * bytes_each
         stride = layout.tensor * layout.experts
-        return dense + exchange_seconds(expert_bytes, layout.shares // layout.experts, stride, local_world, hardware)
+        peers = layout.shares // layout.experts
+        return dense + exchange_seconds(expert_bytes, peers, stride, local_world, hardware, kind)
 
     by_parallel_engine = setting.by_parallel_engine(layout)
     gradient, weight = (setting.masters.reduce, width) if setting.masters else (4, 4)
@@ -329,27 +356,28 @@ def _data_seconds(
     forward, backward = (1 - BACKWARD_SHARE) * work.total, BACKWARD_SHARE * work.total
     match layout.partitioning:
         case "none":
-            overlapping = [(2 * exchange(gradient), backward, 1)]  # in the backward of the last micro batch
+            overlapping = [(exchange(gradient, ALL_REDUCE), backward, 1)]  # in the backward of the last micro batch
         case "zero-1" | "distributed-optimizer" | "oss-sdp":
             # The two halves of an all-reduce: shares of gradients, then of weights.
             # DeepSpeed's exchange begins after the last backward.
             is_late = layout.partitioning == "zero-1" and not by_parallel_engine
-            overlapping = [(exchange(gradient), 0.0 if is_late else backward, 1)]
-            late = exchange(weight)
+            overlapping = [(exchange(gradient, REDUCE_SCATTER), 0.0 if is_late else backward, 1)]
+            late = exchange(weight, ALL_GATHER)
         case "oss":
             # An all-reduce of gradients, and the weights from their owners.
-            overlapping, late = [(2 * exchange(gradient), backward, 1)], exchange(weight)
+            overlapping, late = [(exchange(gradient, ALL_REDUCE), backward, 1)], exchange(weight, ALL_GATHER)
         case "zero-2":
             # Gradients go to their owner in each micro batch. Weights come back once.
-            overlapping = [(exchange(gradient if by_parallel_engine else width), backward, accumulation)]
-            late = exchange(weight if by_parallel_engine else width)
+            reduced = exchange(gradient if by_parallel_engine else width, REDUCE_SCATTER)
+            overlapping = [(reduced, backward, accumulation)]
+            late = exchange(weight if by_parallel_engine else width, ALL_GATHER)
         case _:
             # Weights for each forward and backward. FSDP sums gradients once, ZeRO-3 in each micro batch.
             units = facts.blocks + 1
-            gathered, reduced = exchange(width, units), exchange(4, units)
+            gathered, reduced = exchange(width, ALL_GATHER, units), exchange(4, REDUCE_SCATTER, units)
             stride = layout.tensor * layout.shares
             shard = facts.parameters * share * 4 / layout.shares
-            reduced += 2 * exchange_seconds(shard, layout.copies, stride, local_world, hardware)
+            reduced += exchange_seconds(shard, layout.copies, stride, local_world, hardware, ALL_REDUCE)
             sums = 1 if layout.partitioning == "fsdp" else accumulation
             overlapping = [
                 (gathered, forward, accumulation),

@@ -9,13 +9,29 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.environment import DEVICE_KINDS, DEVICE_MEMORY, Environment
+from rapidformer_templates.switches.auto_strategy.device_file import (
+    ALL_GATHER,
+    DeviceFile,
+    ExchangeRate,
+    WorkerRates,
+    read_device_file,
+)
 
 GB = 10**9
+
+KERNEL_SECONDS = 2e-6
+"""Seconds between two kernels on a device."""
+
+LAUNCH_SECONDS = 5e-6
+"""Seconds in which the host starts an operation of eager PyTorch. It agrees with a BERT of single samples on a V100."""
+
+MEMORY_PASSES = 1.9
+"""How often operations between two products move an operand of each through memory. Fitted."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,12 @@ class Hardware:
         context_gb: see :class:`Assumed`.
         sources: where each value is from.
         host_gb: host memory of a node. None if it is unknown, and then not checked.
+        kernel_seconds: seconds of a product or of an attention kernel in addition to its operations.
+        launch_seconds: seconds in which the host starts another operation.
+        activation_bandwidth: GB/s at which operations between two products process the operands of these products.
+            None assumes that they move each operand ``MEMORY_PASSES`` times through memory.
+        update_bandwidth: GB/s of an update. None is that of memory.
+        exchanges: measured exchanges of the workers of a node, by kind. Other exchanges are computed from the links.
     """
 
     device: str
@@ -90,6 +112,11 @@ class Hardware:
     context_gb: float
     sources: Mapping[str, str] = field(hash=False)
     host_gb: float | None = None
+    kernel_seconds: float = KERNEL_SECONDS
+    launch_seconds: float = LAUNCH_SECONDS
+    activation_bandwidth: float | None = None
+    update_bandwidth: float | None = None
+    exchanges: Mapping[str, ExchangeRate] = field(default_factory=dict, hash=False)
 
     def lines(self, *, offloads: bool = False) -> list[str]:
         """Return the assumptions as lines for people.
@@ -101,7 +128,12 @@ class Hardware:
         of_node = "host memory of a node unknown and not checked (--host-memory-gb N checks it)"
         if self.host_gb is not None:
             of_node = f"host memory {self.host_gb:g} GB per node ({self.sources['host_gb']})"
-        named = [f"GPUs ({self.sources['device']})"] if "device" in self.sources else []
+        devices = "CPUs" if self.device == "cpu" else "GPUs"
+        named = [f"{devices} ({self.sources['device']})"] if "device" in self.sources else []
+        exchanges = [
+            f"{kind} {rate.seconds * 1e6:.0f} µs + bytes / {rate.gbs:.3g} GB/s" for kind, rate in self.exchanges.items()
+        ]
+        measured = [f"exchanges in a node: {', '.join(exchanges)} (measured)"] if exchanges else []
         return [
             *named,
             f"device memory {self.memory_gb:g} GB per worker ({self.sources['memory_gb']}), "
@@ -112,6 +144,7 @@ class Hardware:
             f"{self.memory_bandwidth:g} GB/s to memory ({self.sources['memory_bandwidth']})",
             f"{self.intra_node:g} GB/s per worker inside a node ({self.sources['intra_node']}), "
             f"{self.inter_node:g} GB/s between nodes ({self.sources['inter_node']})",
+            *measured,
             *host,
         ]
 
@@ -131,7 +164,7 @@ the host."""
 
 
 def find_hardware(environment: Environment, precision: str, host_memory_gb: float | None = None) -> Hardware:
-    """Return the devices of this machine, or those that ``--device-kind`` or the variables in ``GIVEN`` describe.
+    """Return the devices of this machine, or those of ``--device-kind``, ``--device-file`` and variables in ``GIVEN``.
 
     Args:
         host_memory_gb: host memory of a node. None measures it if the plan is for this machine.
@@ -168,6 +201,14 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
         multiprocessors = kind.multiprocessors
         values |= sustained
         sources |= dict.fromkeys(sustained, kind.source)
+    rates = None
+    if environment.device_file:
+        file = read_device_file(environment.device_file)
+        rates = file.rates_of(environment.local_world_size)
+        sustained = _sustained(file, rates, environment, precision)
+        multiprocessors = file.multiprocessors
+        values |= sustained
+        sources |= dict.fromkeys(sustained, environment.device_file)
     for name, variable in GIVEN.items():
         if variable in os.environ:
             values[name], sources[name] = _positive(variable), variable
@@ -177,8 +218,8 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
         values["memory_gb"], sources["memory_gb"] = _measured_gb(environment), "measured"
     sources["host_gb"] = "--host-memory-gb"
     if host_memory_gb is None and sources["memory_gb"] == "measured":
-        host_memory_gb, sources["host_gb"] = round(_host_bytes() / GB, 1), "measured"
-    return Hardware(
+        host_memory_gb, sources["host_gb"] = round(host_bytes() / GB, 1), "measured"
+    hardware = Hardware(
         environment.device,
         precision,
         **values,
@@ -186,7 +227,44 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
         context_gb=assumed.context_gb,
         sources=sources,
         host_gb=host_memory_gb,
+        exchanges=rates.exchanges if rates else {},
     )
+    return (
+        replace(
+            hardware,
+            kernel_seconds=rates.precisions[precision].kernel_seconds,
+            launch_seconds=rates.launch_seconds,
+            activation_bandwidth=rates.precisions[precision].activation_bandwidth,
+            update_bandwidth=rates.update_bandwidth,
+        )
+        if rates
+        else hardware
+    )
+
+
+def _sustained(file: DeviceFile, rates: WorkerRates, environment: Environment, precision: str) -> dict[str, float]:
+    """Return the values of a device file that replace assumed ones.
+
+    Raises:
+        ConfigError: the file has no rates for this precision.
+    """
+    if precision not in rates.precisions:
+        raise ConfigError(
+            f"{environment.device_file} has no rates for {precision}, only for {', '.join(rates.precisions)}",
+            where="--device-file",
+            hint="rapidformer bench calibrate on the machine that trains measures them",
+        )
+    sustained = {
+        "memory_gb": round(file.memory_gb / (environment.local_world_size if file.device == "cpu" else 1), 1),
+        "tflops": rates.precisions[precision].tflops,
+        "attention_tflops": rates.precisions[precision].attention_tflops,
+        "memory_bandwidth": rates.memory_bandwidth,
+    }
+    if rates.host_link:
+        sustained["host_link"] = rates.host_link
+    if rates.exchanges:
+        sustained["intra_node"] = rates.exchanges[ALL_GATHER].gbs
+    return sustained
 
 
 def _positive(variable: str) -> float:
@@ -203,7 +281,7 @@ def _positive(variable: str) -> float:
 def _measured_gb(environment: Environment) -> float:
     """Memory of the smallest visible GPU, or a worker's share of the memory of this machine or container, in GB."""
     if environment.device == "cpu":
-        return round(_host_bytes() / GB / environment.local_world_size, 1)
+        return round(host_bytes() / GB / environment.local_world_size, 1)
     sizes: list[float] = []
     if query := shutil.which("nvidia-smi"):
         command = [query, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # in MiB
@@ -218,7 +296,7 @@ def _measured_gb(environment: Environment) -> float:
     return round(min(sizes) * 2**20 / GB, 1)
 
 
-def _host_bytes() -> int:
+def host_bytes() -> int:
     """Memory of this machine or container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")

@@ -1,0 +1,188 @@
+"""Measured rates of a device, as a file: ``rapidformer bench calibrate`` writes it and ``plan --device-file`` reads it.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TypeGuard
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.system.files import JSON_ERRORS, write_json
+
+FORMAT = "rapidformer device 1"
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+EXCHANGES = ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send",
+)  # fmt: skip
+"""Kinds of exchanges that are measured. ``send`` is one tensor to the next worker."""
+
+
+@dataclass(frozen=True)
+class ExchangeRate:
+    """An exchange between the workers of a node takes ``seconds``, and its bytes travel at ``gbs`` GB/s.
+
+    A worker of n sends (n - 1) / n of the bytes of all shares in an all-gather, a reduce-scatter or an all-to-all, and
+    twice as much in an all-reduce.
+    """
+
+    seconds: float
+    gbs: float
+
+
+@dataclass(frozen=True)
+class PrecisionRates:
+    """Rates that depend on the precision.
+
+    Attributes:
+        tflops: 10^12 operations per second in matrix products.
+        kernel_seconds: seconds that a matrix product takes in addition to its operations.
+        attention_tflops: 10^12 operations per second in attention kernels.
+        activation_bandwidth: GB/s at which the operations between two products process the operands of these products.
+    """
+
+    tflops: float
+    kernel_seconds: float
+    attention_tflops: float
+    activation_bandwidth: float
+
+
+@dataclass(frozen=True)
+class WorkerRates:
+    """Rates of each worker while all workers of a node compute.
+
+    Attributes:
+        workers: number of these workers.
+        precisions: rates by name of the precision.
+        memory_bandwidth: GB/s that a copy reads and writes.
+        update_bandwidth: GB/s that an update reads and writes, if it moves as many bytes as the planner assumes.
+        launch_seconds: seconds in which the host starts an operation.
+        host_link: GB/s of a copy to the host. None if the device is the host.
+        exchanges: rates by kind. Empty for a single worker.
+    """
+
+    workers: int
+    precisions: Mapping[str, PrecisionRates]
+    memory_bandwidth: float
+    update_bandwidth: float
+    launch_seconds: float
+    host_link: float | None = None
+    exchanges: Mapping[str, ExchangeRate] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DeviceFile:
+    """The measured devices of a machine.
+
+    Attributes:
+        device: ``cpu``, or torch's name of the accelerator.
+        name: name of the processor or of the GPU.
+        memory_gb: memory in 10^9 bytes: of one GPU, or of the host, which all workers on CPUs share.
+        compute_capability: compute capability of Nvidia's GPU.
+        multiprocessors: multiprocessors of the GPU. 0 for other devices.
+        rates: rates by number of workers.
+    """
+
+    device: str
+    name: str
+    memory_gb: float
+    compute_capability: tuple[int, int] | None
+    multiprocessors: int
+    rates: tuple[WorkerRates, ...]
+
+    def rates_of(self, workers: int) -> WorkerRates:
+        """Return the rates that were measured with the most similar number of workers."""
+        return min(self.rates, key=lambda rates: abs(math.log(rates.workers / workers)))
+
+    def write(self, file: Path) -> None:
+        """Write the file. A missing folder is created."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"format": FORMAT, **asdict(self)})
+
+
+def read_device_file(file: str) -> DeviceFile:
+    """Read a device file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a device file, or a value is missing or cannot be used.
+    """
+    try:
+        document = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ValueError(f"its 'format' is not '{FORMAT}'")
+        return _device_of(document)
+    except JSON_ERRORS as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
+        hint = "rapidformer bench calibrate --output FILE writes a device file"
+        raise ConfigError(f"cannot use {file}: {reason}", where="--device-file", hint=hint) from None
+
+
+def _device_of(document: Mapping[str, object]) -> DeviceFile:
+    capability = document["compute_capability"]
+    if capability is not None and not (
+        isinstance(capability, list) and [type(part) for part in capability] == [int] * 2
+    ):
+        raise ValueError(f"'compute_capability' is {capability}")
+    measured = document["rates"]
+    if not isinstance(measured, list) or not measured:
+        raise ValueError("'rates' is not a list with measurements")
+    if not isinstance(device := document["device"], str):
+        raise ValueError(f"'device' is {device}")
+    return DeviceFile(
+        device=device,
+        name=str(document["name"]),
+        memory_gb=_number(document, "memory_gb"),
+        compute_capability=(capability[0], capability[1]) if capability else None,
+        multiprocessors=int(_number(document, "multiprocessors", may_be_zero=True)),
+        rates=tuple(_rates_of(record) for record in measured),
+    )
+
+
+def _rates_of(record: Mapping[str, object]) -> WorkerRates:
+    exchanges = {
+        kind: ExchangeRate(_number(rates, "seconds", may_be_zero=True), _number(rates, "gbs"))
+        for kind, rates in _mapping(record, "exchanges", EXCHANGES).items()
+    }
+    names = [field.name for field in fields(PrecisionRates)]
+    precisions = {
+        name: PrecisionRates(*(_number(rates, key, may_be_zero=key == "kernel_seconds") for key in names))
+        for name, rates in _mapping(record, "precisions", PRECISIONS).items()
+    }
+    return WorkerRates(
+        workers=int(_number(record, "workers")),
+        precisions=precisions,
+        memory_bandwidth=_number(record, "memory_bandwidth"),
+        update_bandwidth=_number(record, "update_bandwidth"),
+        launch_seconds=_number(record, "launch_seconds"),
+        host_link=None if record["host_link"] is None else _number(record, "host_link"),
+        exchanges=exchanges,
+    )
+
+
+def _mapping(record: Mapping[str, object], name: str, known: tuple[str, ...]) -> Mapping[str, Mapping[str, object]]:
+    value = record[name]
+    if not _is_nested(value):
+        raise ValueError(f"'{name}' is not a mapping of mappings")
+    if unknown := value.keys() - set(known):
+        raise ValueError(f"'{name}' has '{min(unknown)}', which is not one of {', '.join(known)}")
+    return value
+
+
+def _is_nested(value: object) -> TypeGuard[Mapping[str, Mapping[str, object]]]:
+    return isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
+
+
+def _number(record: Mapping[str, object], name: str, *, may_be_zero: bool = False) -> float:
+    value = record[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"'{name}' is {value}, not a number")
+    if value < 0 or (value == 0 and not may_be_zero):
+        raise ValueError(f"'{name}' is {value}, not a positive number")
+    return value
