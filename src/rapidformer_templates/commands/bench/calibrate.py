@@ -176,6 +176,6 @@ def rates_table(device: DeviceFile) -> Table:
     add("update", [f"{each.update_bandwidth:.3g} GB/s" for each in rates])
     add("start of an operation", [f"{each.launch_seconds * 1e6:.1f} µs" for each in rates])
     for kind in rates[-1].exchanges:
-        found = [each.exchanges.get(kind) for each in rates]
-        add(kind, [f"{each.seconds * 1e6:.0f} µs, {each.gbs:.3g} GB/s" if each else "" for each in found])
+        measured = [each.exchanges.get(kind) for each in rates]
+        add(kind, [f"{each.seconds * 1e6:.0f} µs, {each.gbs:.3g} GB/s" if each else "" for each in measured])
     return table

@@ -126,11 +126,11 @@ def describe(device: torch.device) -> Measurements:
         return Measurements(processor(), round(host_bytes() / 1e9, 1))
     memory = torch.get_device_module(device).get_device_properties(device).total_memory
     name = torch.get_device_module(device).get_device_name(device)
-    found = Measurements(name, round(memory / 1e9, 1))
+    measurements = Measurements(name, round(memory / 1e9, 1))
     if device.type == "cuda" and torch.version.hip is None:
-        found.compute_capability = torch.cuda.get_device_capability(device)
-        found.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return found
+        measurements.compute_capability = torch.cuda.get_device_capability(device)
+        measurements.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return measurements
 
 
 def precisions_of(device: torch.device) -> list[str]:
@@ -147,16 +147,16 @@ def measure(workers: Workers, seconds: float) -> Measurements:
     Args:
         seconds: time of each measurement.
     """
-    found, watch, device = describe(workers.device), Stopwatch(workers, seconds), workers.device
+    measurements, watch, device = describe(workers.device), Stopwatch(workers, seconds), workers.device
     for name in precisions_of(device):
-        _measure_precision(found, watch, name)
+        _measure_precision(measurements, watch, name)
     sizes = "cpu" if device.type == "cpu" else "gpu"
     large = torch.zeros(SIZES[sizes][-1], dtype=torch.uint8, device=device)
     other = torch.empty_like(large)
-    found.copy = 2.0 * large.nbytes, watch.time(lambda: other.copy_(large))
+    measurements.copy = 2.0 * large.nbytes, watch.time(lambda: other.copy_(large))
     if device.type != "cpu":
         host = torch.empty(large.shape, dtype=large.dtype, pin_memory=True)
-        found.to_host = float(large.nbytes), watch.time(lambda: host.copy_(large, non_blocking=True))
+        measurements.to_host = float(large.nbytes), watch.time(lambda: host.copy_(large, non_blocking=True))
     count, elements = PARAMETERS[sizes]
     parameters = [nn.Parameter(torch.zeros(elements, device=device)) for _ in range(count)]
     for parameter in parameters:
@@ -167,7 +167,7 @@ def measure(workers: Workers, seconds: float) -> Measurements:
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
 
-    found.update = float(count * elements), watch.time(update)
+    measurements.update = float(count * elements), watch.time(update)
     one = torch.zeros(1, device=device, requires_grad=True)
     chain = 32
 
@@ -177,28 +177,28 @@ def measure(workers: Workers, seconds: float) -> Measurements:
             value = value + one
         value.backward()
 
-    found.launch_seconds = watch.time(launches) / (2 * chain)
+    measurements.launch_seconds = watch.time(launches) / (2 * chain)
     if workers.world > 1:
-        found.exchanges = {
+        measurements.exchanges = {
             kind: _exchange_times(kind, watch) for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND)
         }
-    return found
+    return measurements
 
 
-def _measure_precision(found: Measurements, watch: Stopwatch, name: str) -> None:
+def _measure_precision(measurements: Measurements, watch: Stopwatch, name: str) -> None:
     device, dtype = watch.workers.device, DTYPES[name]
     sizes = "cpu" if device.type == "cpu" else "gpu"
-    found.products[name], found.attention[name], found.activations[name] = [], [], []
+    measurements.products[name], measurements.attention[name], measurements.activations[name] = [], [], []
     for rows, inner, columns in PRODUCTS[sizes]:
         left = torch.randn(rows, inner, device=device, dtype=dtype)
         right = torch.randn(inner, columns, device=device, dtype=dtype)
-        found.products[name].append((rows, inner, columns, watch.time(partial(torch.matmul, left, right))))
+        measurements.products[name].append((rows, inner, columns, watch.time(partial(torch.matmul, left, right))))
     for samples, heads, tokens, width in ATTENTION[sizes]:
         query, key, value = (
             torch.randn(samples, heads, tokens, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
         )
         # 4 operations per score and element in the forward, 10 in the backward. The causal mask halves them.
-        found.attention[name].append(
+        measurements.attention[name].append(
             (7.0 * samples * heads * tokens**2 * width, watch.time(partial(_attend, query, key, value)))
         )
     for tokens, hidden in HIDDEN[sizes]:
@@ -206,7 +206,9 @@ def _measure_precision(found: Measurements, watch: Stopwatch, name: str) -> None
         states = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
         wide = torch.randn(tokens, 4 * hidden, device=device, dtype=dtype, requires_grad=True)
         moved = Between.OPERANDS * 3 * tokens * hidden * states.element_size()
-        found.activations[name].append((float(moved), watch.time(partial(between.forward_and_backward, states, wide))))
+        measurements.activations[name].append(
+            (float(moved), watch.time(partial(between.forward_and_backward, states, wide)))
+        )
 
 
 class Between(nn.Module):
@@ -272,8 +274,8 @@ def main() -> None:
     """``python -m … DEVICE SECONDS FOLDER``: one of the workers. It writes its measurements to the folder."""
     kind, seconds, folder = sys.argv[1:]
     with join(kind) as workers:
-        found = measure(workers, float(seconds))
-        Path(folder, f"{workers.rank}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
+        measurements = measure(workers, float(seconds))
+        Path(folder, f"{workers.rank}.json").write_text(json.dumps(asdict(measurements)), encoding="utf-8")
 
 
 if __name__ == "__main__":

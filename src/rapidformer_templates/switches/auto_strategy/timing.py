@@ -95,7 +95,7 @@ class Hardware:
         launch_seconds: seconds in which the host starts another operation.
         activation_bandwidth: GB/s at which operations between two products process the operands of these products.
             None assumes that they move each operand ``MEMORY_PASSES`` times through memory.
-        update_bandwidth: GB/s of an update. None is that of memory.
+        update_bandwidth: GB/s of an update. None means ``memory_bandwidth``.
         exchanges: measured exchanges of the workers of a node, by kind. Other exchanges are computed from the links.
     """
 
@@ -227,7 +227,7 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
         context_gb=assumed.context_gb,
         sources=sources,
         host_gb=host_memory_gb,
-        exchanges=rates.exchanges if rates else {},
+        exchanges=rates.exchanges if rates and GIVEN["intra_node"] not in os.environ else {},
     )
     return (
         replace(
