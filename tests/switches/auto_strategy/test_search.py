@@ -34,13 +34,12 @@ from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE
 from rapidformer_templates.switches.auto_strategy.search import DOUBT, Search
 from rapidformer_templates.switches.auto_strategy.setup_memory import setup_memory
 from rapidformer_templates.switches.auto_strategy.step_seconds import (
-    KERNEL_SECONDS,
     CommunicationSizes,
     Timing,
     predict_seconds,
     product_seconds,
 )
-from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
+from rapidformer_templates.switches.auto_strategy.timing import GB, KERNEL_SECONDS, Hardware, find_hardware
 from rapidformer_templates.switches.auto_strategy.trace import Phase, Product, Trace
 from tests.support.selection import by_default
 
