@@ -125,8 +125,15 @@ def _bf16_before_ampere(request: Request) -> list[Finding]:
 
 def _acted(measured: Measured) -> str | None:
     expected = {"bf16": "bfloat16", "fp16": "float16"}[measured.plan.precision]
-    actual = sorted({kind for kinds in measured.all("activation_dtypes") for kind in kinds})
-    return None if expected in actual else f"activations in {expected} were expected; modules return {shown(actual)}"
+    returned, weights = (
+        sorted({kind for kinds in measured.all(receipt) for kind in kinds})
+        for receipt in ("activation_dtypes", "parameter_dtypes")
+    )
+    if expected not in returned:
+        return f"activations in {expected} were expected; modules return {shown(returned)}"
+    if measured.plan.engine_options.master_weights and expected not in weights:
+        return f"weights in {expected} with fp32 masters were expected; the weights are {shown(weights)}"
+    return None
 
 
 SWITCHES = (
