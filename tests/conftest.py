@@ -17,7 +17,15 @@ import pytest
 
 from rapidformer_templates.switches.auto_strategy import search_cache
 from tests.support import parity
-from tests.support.worker_pool import FAST_RUNS, FSYNC, WITHOUT_PICTURES, end_fork_server, end_pool, leave_group
+from tests.support.worker_pool import (
+    FAST_RUNS,
+    FSYNC,
+    WITHOUT_PICTURES,
+    WITHOUT_RETRIES,
+    end_fork_server,
+    end_pool,
+    leave_group,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -160,7 +168,7 @@ def references_are_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def runs_are_fast() -> Iterator[None]:
     """Make runs in this process draw no pictures and not wait for the disk. The marker ``durable`` makes them wait."""
-    with FAST_RUNS, WITHOUT_PICTURES:
+    with FAST_RUNS, WITHOUT_PICTURES, WITHOUT_RETRIES:
         yield
     end_pool()
 

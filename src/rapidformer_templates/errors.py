@@ -83,6 +83,10 @@ class CheckpointError(RapidformerError):
     """A checkpoint that is damaged, does not fit or cannot be written."""
 
 
+class StorageFailed(CheckpointError):
+    """A checkpoint could not be written for a reason that may pass, such as a full disk. Earlier ones are unchanged."""
+
+
 class NonFiniteLoss(RapidformerError):
     """The loss or the gradient became infinite or NaN. The weights were not changed.
 

@@ -6,10 +6,11 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +22,8 @@ from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.run import lock as run_lock
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
-from rapidformer_templates.run.folder import CONTENTS, MetricsFile, RunFolder, read_metrics
+from rapidformer_templates.run.folder import CONTENTS, RunFolder, read_metrics
 from rapidformer_templates.run.lock import RunLock
-from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.workers import Workers
 from tests.support.crash_points import each_crash
 from tests.support.lines import FLAGS, Line
@@ -348,7 +348,7 @@ def test_a_full_disk_and_a_read_only_one(small_disk: Path) -> None:
 
 
 @pytest.mark.durable
-def test_metrics_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+def test_metrics_are_written_to_a_file_that_is_opened_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Full(Line):
         def on_train_start(self) -> None:
             os.dup2(os.open("/dev/full", os.O_WRONLY), self.metrics_descriptor())
@@ -358,34 +358,46 @@ def test_metrics_that_cannot_be_written_are_told(tmp_path: Path) -> None:
                       and os.path.exists(f"/proc/self/fd/{fd}")}  # fmt: skip
             return opened[str(tmp_path / "metrics.jsonl")]
 
-    with pytest.raises(RapidformerError, match=r"metrics.jsonl cannot be written: the disk is full"):
-        Full([*SHORT, "--save", str(tmp_path)]).fit()
+    Full([*SHORT, "--save", str(tmp_path)]).fit()
+    assert "metrics.jsonl cannot be written: the disk is full" in capsys.readouterr().err
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 11))
 
 
-def _train_until_full(workers: Workers, folder: str, full_at: int) -> None:
-    """Train until the disk is full at the line of a step."""
-    write = MetricsFile.write
+def _train_until_full(workers: Workers, folder: str, full_at: int, free_at: int) -> None:
+    """Train while the disk is full from the line of a step until that of another one."""
+    write = os.write
 
-    def write_if_there_is_space(file: MetricsFile, line: Mapping[str, object]) -> None:
-        with writing(file._path):
-            if line["step"] == full_at:
+    def write_if_there_is_space(descriptor: int, data: bytes) -> int:
+        if "metrics.jsonl" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            step = int(re.findall(rb'"step": (\d+)', data)[-1])
+            if full_at <= step < free_at:
+                write(descriptor, data[: len(data) // 2])  # a part fits
                 raise OSError(errno.ENOSPC, "No space left on device")
-            write(file, line)
+        return write(descriptor, data)
 
-    with mock.patch.object(MetricsFile, "write", write_if_there_is_space):
-        Line([*SHORT, "--save", folder, "--save-interval", "100", "--log-interval", "1"]).fit()
+    with mock.patch("os.write", write_if_there_is_space):
+        Line([*FLAGS, "--epochs", "2", "--save", folder, "--save-interval", "100"]).fit()
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("full_at", "saved"), [(3, 4), (6, 6)])
-def test_a_run_that_cannot_write_metrics_saves_before_it_ends(full_at: int, saved: int, tmp_path: Path) -> None:
-    for outcome in outcomes_in_workers(2, _train_until_full, str(tmp_path), full_at):
+@pytest.mark.parametrize(("full_at", "saved"), [(3, ["step-4", "step-6"]), (6, ["step-6"])])
+def test_a_run_that_cannot_write_metrics_saves_and_fails_at_its_end(
+    full_at: int, saved: list[str], tmp_path: Path
+) -> None:
+    for outcome in outcomes_in_workers(2, _train_until_full, str(tmp_path), full_at, 100):
         assert isinstance(outcome, Failure), "the run did not end"
         assert outcome.kind == "RapidformerError", outcome.trace
         assert "metrics.jsonl cannot be written: the disk is full" in outcome.text
-        assert f"after step {saved}" in outcome.text
+        assert "after step 6" in outcome.text
         assert "free some space and continue with --resume" in outcome.text
-    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == [f"step-{saved}"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == saved
+
+
+@pytest.mark.distributed
+def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path) -> None:
+    outcomes_in_workers(2, _train_until_full, str(tmp_path), 3, 5)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-4", "step-6"]
 
 
 def test_metrics_that_are_a_folder_refuse_a_resume(half: Path, tmp_path: Path) -> None:

@@ -56,14 +56,19 @@ def test_non_finite_loss_names_step_and_samples_and_touches_nothing(tmp_path: Pa
 @pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
 @pytest.mark.parametrize("full", ["optimizer-00000-00000.safetensors", "manifest.json"])
 def test_full_disk_leaves_the_earlier_checkpoint(
-    full: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    full: str,
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The run continues without the checkpoint of step 4. It fails at the end, in step 5."""
     folder = tmp_path / "run"
     job = Line([*FLAGS, "--epochs", "1", "--save", str(folder), "--save-interval", "2", *flags])
 
     def fail_on_full_disk(function: Any) -> Any:
         def writer(path: Path, *more: Any) -> Any:
-            if (path.parent.name, path.name) == ("step-4.tmp", full):
+            if path.parent.name in ("step-4.tmp", "step-5.tmp") and path.name == full:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return function(path, *more)
 
@@ -71,8 +76,10 @@ def test_full_disk_leaves_the_earlier_checkpoint(
 
     monkeypatch.setattr(tensor_file, "unbuffered", fail_on_full_disk(tensor_file.unbuffered))
     monkeypatch.setattr(checkpoint, "write_synced", fail_on_full_disk(checkpoint.write_synced))
-    with pytest.raises(CheckpointError, match="step 4 could not be written: the disk is full") as caught:
+    with pytest.raises(CheckpointError, match="step 5 could not be written: the disk is full") as caught:
         job.fit()
+    warning = "warning: the checkpoint of step 4 could not be written: the disk is full: training continues"
+    assert warning in capsys.readouterr().err
     assert "--resume from step-2" in caught.value.hint
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-2"]
     assert checkpoint_check.problem_of(folder / "checkpoints" / "step-2") is None

@@ -97,6 +97,9 @@ FSYNC = os.fsync
 FAST_RUNS = mock.patch.multiple("os", fsync=lambda descriptor: None)
 """Replaces ``os.fsync``, because short runs are slow if they wait for the disk."""
 
+WITHOUT_RETRIES = mock.patch("rapidformer_templates.system.files.RETRY_SECONDS", ())
+"""Lets saves fail at once. Tests of retries have their own pauses."""
+
 WITHOUT_PICTURES = mock.patch("rapidformer_templates.run.console.draw_curves")
 """Turns off drawing, which takes half of the time of a test's short run. Commands in other processes still draw."""
 
@@ -302,7 +305,7 @@ def _serve(rank: int, device: str, pipe: Connection, of_others: list[Connection]
     if device == stand_in.NAME:
         stand_in.load()
     is_first = True
-    with FAST_RUNS, WITHOUT_PICTURES:
+    with FAST_RUNS, WITHOUT_PICTURES, WITHOUT_RETRIES:
         while True:
             try:
                 count, port, environment, function, arguments = pipe.recv()

@@ -7,10 +7,11 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.metrics import metric_name
 from rapidformer_templates.system.files import JSON_ERRORS, finite, sync, write_json, write_text, writing
@@ -38,6 +39,9 @@ MetricsLine = Mapping[str, Any]
 
 TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 """Environment variable in which torchrun gives its workers the id of the launch."""
+
+MAX_LINES_BYTES = 1 << 20
+"""Bytes of lines of metrics that are kept in memory. More are flushed to the disk before the next save."""
 
 TRASH = "overwritten.tmp"
 """The folder into which ``--overwrite`` moves files before it deletes them."""
@@ -152,7 +156,10 @@ class RunFolder:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object per line. Each is flushed to the operating system immediately.
+    """``metrics.jsonl``: one JSON object per line. Each is passed to the operating system immediately.
+
+    Lines stay in memory until they are on the disk. After an error, the file is opened again at the next call, which
+    writes all of them again.
 
     Attributes:
         garbled: numbers of the lines that could not be read, and are left out.
@@ -166,24 +173,63 @@ class MetricsFile:
         with writing(path):
             if path.exists():
                 write_text(path, "".join(json.dumps(line) + "\n" for line in remaining))
-            self._file: TextIO = path.open("a", encoding="utf-8")
+            self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._synced = os.fstat(self._descriptor).st_size
         self._path = path
+        self._lines = bytearray()  # that are not known to be on the disk
+        self._written = 0  # bytes of them that the operating system has
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Write a line. Infinite and NaN values become null, because JSON does not support them."""
-        with writing(self._path):
-            self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
-            self._file.flush()
+        """Write a line. Infinite and NaN values become null, because JSON does not support them.
+
+        Raises:
+            RapidformerError: it could not be written. The next call tries again.
+        """
+        self._lines += json.dumps(finite(line), allow_nan=False).encode() + b"\n"
+        with self._writing():
+            self._flush()
+        if len(self._lines) > MAX_LINES_BYTES:
+            self.sync()
 
     def sync(self) -> None:
-        """Flush to disk, so that no checkpoint is ahead of its metrics."""
-        with writing(self._path):
-            self._file.flush()  # what could not be written before, if there is space now
-            os.fsync(self._file.fileno())
+        """Flush to disk, so that no checkpoint is ahead of its metrics.
+
+        Raises:
+            RapidformerError: that was not possible. The next call tries again.
+        """
+        with self._writing():
+            os.fsync(self._flush())
             sync(self._path.parent)
+            self._synced += len(self._lines)
+            self._lines.clear()
+            self._written = 0
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file. An error that the file system reports only now concerns lines that were not synced."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with suppress(OSError):
+                os.close(descriptor)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Explain errors inside the context, and close the file after one."""
+        try:
+            with writing(self._path):
+                yield
+        except RapidformerError:
+            self.close()
+            raise
+
+    def _flush(self) -> int:
+        """Pass all lines to the operating system. Returns the descriptor of the file."""
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            os.truncate(self._descriptor, self._synced)
+            self._written = 0
+        while self._written < len(self._lines):
+            self._written += os.write(self._descriptor, self._lines[self._written :])
+        return self._descriptor
 
 
 def _lines(path: Path) -> Iterator[tuple[int, MetricsLine | None]]:

@@ -12,7 +12,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -296,21 +295,21 @@ class Log:
         metrics: the file of the run folder. None without a folder, and on other workers.
         trackers: the trackers, on the main worker only. None if there are none.
         progress: the display on the terminal.
-        failure: why the file could not be written. The run saves before it raises this error.
+        failure: why the file could not be written the last time. Its lines are kept, and written later.
+        needs_save: whether the file could not be written for the first time since the last save.
     """
 
     metrics: MetricsFile | None
     trackers: Trackers | None
     progress: Progress
+    workers: Workers
     failure: RapidformerError | None = field(init=False, default=None)
+    needs_save: bool = field(init=False, default=False)
 
     def record(self, line: MetricsLine) -> None:
         """Write a line of metrics to the file and the trackers."""
         if self.metrics:
-            try:
-                self.metrics.write(line)
-            except RapidformerError as error:
-                self.failure = error
+            self._try(partial(self.metrics.write, line))
         if self.trackers:
             self.trackers.log(line)
 
@@ -322,8 +321,22 @@ class Log:
     def sync(self) -> None:
         """Flush the file to disk, so that no checkpoint is ahead of its metrics."""
         if self.metrics:
-            with suppress(RapidformerError) if self.failure else nullcontext():
-                self.metrics.sync()
+            self._try(self.metrics.sync)
+        self.needs_save = False
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """Continue if the file cannot be written. The next call writes its lines again."""
+        try:
+            write()
+        except RapidformerError as error:
+            if self.failure is None:
+                self.needs_save = True
+                say(self.workers, f"{error.message}: its lines are kept in memory and written later", loud=True)
+            self.failure = error
+        else:
+            if self.failure is not None and self.metrics:
+                say(self.workers, "all lines of metrics.jsonl are written again")
+            self.failure = None
 
     def end_trackers(self, summary: Summary) -> dict[str, TrackerResult]:
         """Send the summary to the trackers, and return where each one shows the run."""
@@ -342,4 +355,4 @@ def open_log(run: Run, total: int) -> Log:
     if metrics and metrics.garbled:
         numbers = ", ".join(map(str, metrics.garbled[:8])) + (" …" if len(metrics.garbled) > 8 else "")
         say(run.workers, f"left out lines of metrics.jsonl that cannot be read: {numbers}", loud=True)
-    return Log(metrics, open_trackers(run), Progress(total, step, show=is_main))
+    return Log(metrics, open_trackers(run), Progress(total, step, show=is_main), run.workers)

@@ -39,7 +39,8 @@ class Exchanged(NamedTuple):
 
     Attributes:
         targets, samples, tokens: their numbers in the global batch.
-        stop_requests: number of ranks whose process was asked to stop, or that cannot write metrics.
+        stop_requests: number of ranks whose process was asked to stop.
+        save_requests: number of ranks that cannot write metrics, so that the run saves while it can.
         stop_calls: number of ranks on which a hook called ``stop()`` in the previous step.
         saving: number of ranks that are writing a checkpoint in the background.
         minutes_due: what is due by the clock of the main rank, see :meth:`Intervals.due_by_clock`.
@@ -49,6 +50,7 @@ class Exchanged(NamedTuple):
     samples: float
     tokens: float
     stop_requests: float
+    save_requests: float
     stop_calls: float
     saving: float
     minutes_due: float
@@ -175,10 +177,14 @@ class Loop:
             self._after_step(done)
             # The weights of the best step must be saved before the next step changes them.
             is_best = position.best is not None and position.best["step"] == done
-            saves = self.intervals.due(SAVE, *counts, self.total, minutes_due) or is_best or exchanged.stop_requests > 0
+            saves = (
+                self.intervals.due(SAVE, *counts, self.total, minutes_due)
+                or is_best
+                or exchanged.stop_requests + exchanged.save_requests > 0
+            )
             self._compare(saves=saves)
             if saves:
-                self._save()
+                self._save(is_last=exchanged.stop_requests > 0 or done == self.total)
             self._stop_if_requested(bool(exchanged.stop_requests), done)
         return metrics
 
@@ -211,7 +217,8 @@ class Loop:
                 sum(m.targets for m in counting),
                 sum(m.sample_count for m in counting),
                 sum(m.tokens for m in counting),
-                stop.is_requested or self.log.failure is not None,
+                stop.is_requested,
+                self.log.needs_save,
                 self.run.stop_reason is not None,
                 self.checkpoints is not None and self.checkpoints.is_writing,
                 self.intervals.due_by_clock() if workers.is_main else 0,
@@ -284,17 +291,17 @@ class Loop:
             error.hint = f"{error.hint}; {self._resume_hint()}"
             raise
 
-    def _save(self) -> None:
+    def _save(self, *, is_last: bool) -> None:
         self._saved_step = self.run.position.step
         if self.checkpoints:
             self._raise_pending_errors()
             self.run.watch.enter(watch.SAVE, self._saved_step)
-            self.checkpoints.save()
+            self.checkpoints.save(is_last=is_last)
 
-    def _wait_for_save(self) -> None:
+    def _wait_for_save(self, *, is_last: bool = False) -> None:
         if self.checkpoints:
             self.run.watch.enter(watch.SAVE, self.run.position.step)
-            self.checkpoints.wait()
+            self.checkpoints.wait(is_last=is_last)
 
     def _after_step(self, done: int) -> None:
         """Flush the trackers, and call ``on_epoch_end`` at the end of an epoch."""
@@ -350,17 +357,18 @@ class Loop:
             self._log(result, step - 1)
         if self.validation and self._evaluated_step != step:
             metrics = self._evaluate(self.validation)
-        if self._saved_step != step:
-            self._compare(saves=True)
-            self._save()
         self._wait_for_save()
+        if self._saved_step != step or (self.checkpoints and self.checkpoints.has_failed):
+            self._compare(saves=True)
+            self._save(is_last=True)
+        self._wait_for_save(is_last=True)
         self._raise_log_failure()
         return metrics
 
     def _stop_if_requested(self, is_requested: bool, done: int) -> None:
         """Wait for the last save. Raise :class:`Interrupted` if a stop was requested before the last step."""
         if is_requested or done == self.total:
-            self._wait_for_save()
+            self._wait_for_save(is_last=True)
             self._raise_log_failure()
         if is_requested and done < self.total:
             hint, saved = self._resume_hint(), self.run.folder is not None

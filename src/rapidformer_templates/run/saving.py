@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import WithoutAverages
-from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.errors import CheckpointError, StorageFailed
 from rapidformer_templates.planning.data_rules import sample_flags
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
@@ -31,12 +32,19 @@ from rapidformer_templates.system.workers import Workers
 class Checkpoints:
     """The checkpoints of a run, in its folder. With ``--async-save`` they are written while the run continues.
 
-    All ranks call the methods in the same order.
+    If the storage fails, a save is tried again for a while. If that does not help, training continues without this
+    checkpoint, until the next save. Only the last save of a run must succeed. All ranks call the methods in the same
+    order.
+
+    Attributes:
+        has_failed: whether the newest save has failed.
     """
 
     def __init__(self, run: Run, folder: RunFolder, log: Log, meter: Meter) -> None:
         self.run, self.log, self.meter = run, log, meter
         self._root, self._keep = folder.checkpoints, run.config.training.keep_checkpoints
+        self.has_failed = False
+        self._saved_best = self._written_best = (run.position.best, run.position.best_loss)
         is_async = run.config.training.async_save
         self._saver = AsyncSaver(self._root, run.workers, self._keep) if is_async else None
 
@@ -45,42 +53,76 @@ class Checkpoints:
         """Whether this rank is writing a checkpoint in the background."""
         return self._saver is not None and self._saver.busy
 
-    def save(self) -> None:
-        """Save a checkpoint at the current position. The last save in the background ends first."""
-        run, position = self.run, self.run.position
+    def save(self, *, is_last: bool) -> None:
+        """Save a checkpoint at the current position. An earlier save in the background ends first.
+
+        Raises:
+            StorageFailed: the last save has failed.
+            CheckpointError: the checkpoint cannot be written for another reason.
+        """
         with self.meter.paused():
             self.log.sync()
-            position.callbacks = states_of(run.callbacks)
-            progress = position.to_state()
-            best = position.best["step"] if position.best else None
             if self._saver:
-                self._announce(self._saver.wait())
-                self._saver.start(position.step, run.engine, progress, best)
-                return
-            path = checkpoint.save(self._root, position.step, run.engine, progress, run.workers)
-            problem = checkpoint_check.delete_older(path, self._keep, best, run.workers)
-            if problem:
-                say(run.workers, problem, loud=True)
-        self._announce(path)
+                self._complete(self._saver.wait, is_last=False)
+            self.run.position.callbacks = states_of(self.run.callbacks)
+            # Storage that has failed for so long is only tried once, except at the end.
+            self._complete(partial(self._write, retries=is_last or not self.has_failed), is_last=is_last)
+
+    def _write(self, *, retries: bool) -> Path | None:
+        """Write a checkpoint, or start to write it in the background."""
+        run, position = self.run, self.run.position
+        progress = position.to_state()
+        best = position.best["step"] if position.best else None
+        self._written_best = (position.best, position.best_loss)
+        if self._saver:
+            self._saver.start(position.step, run.engine, progress, best, retries=retries)
+            return None
+        path = checkpoint.save(self._root, position.step, run.engine, progress, run.workers, retries=retries)
+        problem = checkpoint_check.delete_older(path, self._keep, best, run.workers)
+        if problem:
+            say(run.workers, problem, loud=True)
+        return path
 
     def proceed(self) -> None:
         """Continue a save in the background, once no rank is writing."""
         if self._saver and self._saver.pending:
-            self._announce(self._saver.proceed())
+            self._complete(self._saver.proceed, is_last=False)
 
-    def wait(self) -> None:
-        """Wait until a save in the background is complete."""
+    def wait(self, *, is_last: bool) -> None:
+        """Wait until a save in the background is complete.
+
+        Raises:
+            StorageFailed, CheckpointError: see :meth:`save`.
+        """
         if self._saver:
             with self.meter.paused():
-                self._announce(self._saver.wait())
+                self._complete(self._saver.wait, is_last=is_last)
 
     def close(self) -> None:
         """End the thread that saves in the background."""
         if self._saver:
             self._saver.close()
 
-    def _announce(self, path: Path | None) -> None:
+    def _complete(self, save: Callable[[], Path | None], *, is_last: bool) -> None:
+        """Announce the checkpoint if ``save`` returns one. Continue without it if the storage has failed.
+
+        The best step then is the one before, because the weights of this one are lost with the next update.
+        """
+        position = self.run.position
+        try:
+            path = save()
+        except StorageFailed as error:
+            self.has_failed = True
+            if is_last:
+                raise
+            if position.best == self._written_best[0]:
+                position.best, position.best_loss = self._saved_best
+            say(self.run.workers, f"{error.message}: training continues, and the next save tries again", loud=True)
+            return
         if path:
+            self.has_failed, self._saved_best = False, self._written_best
+            if self.log.failure:
+                self.log.sync()
             step = checkpoint.step_of(path)
             self.log.progress.saved(step, path)
             self.run.notify("on_checkpoint", step, path)

@@ -47,6 +47,16 @@ REASONS = {
 }
 """Meaning of errors of the operating system for a user, and what to do about them."""
 
+MAY_PASS = {
+    errno.EAGAIN, errno.EBUSY, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EDQUOT, errno.EHOSTDOWN,
+    errno.EHOSTUNREACH, errno.EINTR, errno.EIO, errno.ENETDOWN, errno.ENETUNREACH, errno.ENODEV, errno.ENOENT,
+    errno.ENOLCK, errno.ENOSPC, errno.ENOTCONN, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT,
+}  # fmt: skip
+"""Errors of storage that is full, read-only, not mounted or not reachable, perhaps only for a while."""
+
+RETRY_SECONDS = (1, 2, 4, 8, 16, 16)
+"""Pauses in seconds before each further try of a save that failed with one of these errors: 47 s in total."""
+
 
 def explain(error: OSError) -> tuple[str, str]:
     """Return (what is wrong, what to do) for a file or folder that cannot be read or written."""

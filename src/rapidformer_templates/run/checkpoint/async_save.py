@@ -8,6 +8,7 @@ written. Rank 0 completes the checkpoint then.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -21,6 +22,8 @@ from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.checkpoint.format import Attempt, ShardSource, TensorFile, Written, for_each_file
 from rapidformer_templates.run.checkpoint.tensor_file import Copy
 from rapidformer_templates.system import accelerator
+from rapidformer_templates.system import files as storage
+from rapidformer_templates.system.files import MAY_PASS, explain
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
 
@@ -43,6 +46,7 @@ class AsyncSaver:
         self._workers = workers
         self._keep = keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._is_closing = threading.Event()
         self._memory: dict[str, torch.Tensor] = {}
         self._attempt: Attempt | None = None
         self._parts: Parts | None = None
@@ -57,24 +61,33 @@ class AsyncSaver:
         """Whether this rank's thread is working."""
         return self._part is not None and not self._part.done()
 
-    def start(self, step: int, engine: ShardSource, progress: Mapping[str, object], protected: int | None) -> None:
+    def start(
+        self,
+        step: int,
+        engine: ShardSource,
+        progress: Mapping[str, object],
+        protected: int | None,
+        *,
+        retries: bool = True,
+    ) -> None:
         """Copy the state and start to write it. No save may be pending.
 
         Args:
-            step, engine, progress: see :func:`checkpoint.save`.
+            step, engine, progress, retries: see :func:`checkpoint.save`.
             protected: see :func:`checkpoint_check.delete_older`.
 
         Raises:
             CheckpointError: there is not enough memory for the copy, or no folder. Earlier checkpoints are unchanged.
         """
         assert not self.pending
-        attempt = Attempt(self._root, step, engine.state(), progress, self._workers)
+        attempt = Attempt(self._root, step, engine.state(), progress, self._workers, retries=retries)
         attempt.begin()
         copies, written = attempt.run_together(lambda: self._copy(engine))
         self._attempt = attempt
         self._parts = self._parts_of(attempt, copies, written, protected)
         alone = self._workers.world == 1
-        self._part = self._thread.submit(partial(_run_parts, self._parts) if alone else next(self._parts))
+        run = partial(self._run_parts, attempt) if alone else self._with_retries(attempt, next(self._parts))
+        self._part = self._thread.submit(run)
 
     def _copy(self, engine: ShardSource) -> tuple[dict[str, Copy], Written]:
         copies: dict[str, Copy] = {}
@@ -104,7 +117,7 @@ class AsyncSaver:
 
         by_rank = workers.gather((yield write))
         yield (lambda: attempt.finish(by_rank)) if main else _no_parts
-        doomed = workers.broadcast(checkpoint_check.surplus(attempt.final, self._keep, protected))
+        doomed = checkpoint_check.surplus(attempt.final, self._keep, protected, workers)
         if not doomed:
             return None
         check = partial(checkpoint_check.problem_of, attempt.final, workers.rank, workers.world)
@@ -119,7 +132,7 @@ class AsyncSaver:
         """Start the next part of the pending save, once no rank is :attr:`busy`. Returns the checkpoint when complete.
 
         Raises:
-            CheckpointError: some rank could not write. The save is aborted.
+            StorageFailed, CheckpointError: some rank could not write. The save is aborted.
         """
         attempt, parts, part = self._attempt, self._parts, self._part
         assert attempt is not None
@@ -132,7 +145,7 @@ class AsyncSaver:
             raise
         if self._workers.world > 1:
             try:
-                self._part = self._thread.submit(parts.send(result))
+                self._part = self._thread.submit(self._with_retries(attempt, parts.send(result)))
             except StopIteration as end:
                 result = end.value
             else:
@@ -155,22 +168,40 @@ class AsyncSaver:
 
     def close(self) -> None:
         """Wait for the thread to finish. If a run cannot continue, a rank may call this alone."""
+        self._is_closing.set()
         self._thread.shutdown()
 
     def _clear(self) -> None:
         self._attempt = self._parts = self._part = None
 
+    def _run_parts(self, attempt: Attempt) -> str | None:
+        """Run all parts on a single worker, which exchanges nothing."""
+        assert self._parts is not None
+        parts, result = self._parts, None
+        while True:
+            try:
+                part = parts.send(result)
+            except StopIteration as end:
+                problem: str | None = end.value
+                return problem
+            result = self._with_retries(attempt, part)()
 
-def _run_parts(parts: Parts) -> str | None:
-    """Run all parts on a single worker, which exchanges nothing."""
-    result = None
-    while True:
-        try:
-            part = parts.send(result)
-        except StopIteration as end:
-            problem: str | None = end.value
-            return problem
-        result = part()
+    def _with_retries(self, attempt: Attempt, part: Callable[[], object]) -> Callable[[], Any]:
+        """Return a part that this rank's thread tries again for a while if the storage fails."""
+
+        def run() -> object:
+            for number, pause in enumerate(storage.RETRY_SECONDS if attempt.retries else (), start=1):
+                try:
+                    return part()
+                except OSError as error:
+                    if error.errno not in MAY_PASS:
+                        raise
+                    attempt.announce_retry(explain(error)[0], number)
+                    if self._is_closing.wait(pause):
+                        raise
+            return part()
+
+        return run
 
 
 def _no_parts() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.run.checkpoint.format import FORMAT, KINDS, candidates, step_of
 from rapidformer_templates.system.files import JSON_ERRORS, crc32, explain
 from rapidformer_templates.system.workers import Workers
@@ -72,7 +74,7 @@ def problem_on_all_ranks(folder: Path, workers: Workers) -> str | None:
 def newest_complete(root: Path, workers: Workers) -> tuple[Path | None, list[str]]:
     """Return the newest complete checkpoint, and the problems of newer ones. Call it on every rank."""
     passed_over: list[str] = []
-    for folder in workers.broadcast(candidates(root)):
+    for folder in workers.broadcast(candidates(root) if workers.is_main else []):
         problem = problem_on_all_ranks(folder, workers)
         if problem is None:
             return folder, passed_over
@@ -91,7 +93,7 @@ def delete_older(newest: Path, keep: int, protected: int | None, workers: Worker
     Returns:
         A message for users if some were not deleted. The new checkpoint is not affected.
     """
-    doomed = workers.broadcast(surplus(newest, keep, protected))
+    doomed = surplus(newest, keep, protected, workers)
     if not doomed:
         return None
     problem = problem_on_all_ranks(newest, workers)
@@ -100,10 +102,17 @@ def delete_older(newest: Path, keep: int, protected: int | None, workers: Worker
     return delete(doomed) if workers.is_main else None
 
 
-def surplus(newest: Path, keep: int, protected: int | None) -> list[Path]:
-    """Return the checkpoints that :func:`delete_older` deletes."""
-    older = [folder for folder in candidates(newest.parent) if step_of(folder) < step_of(newest)]
-    return [folder for folder in older[keep - 1 :] if step_of(folder) != protected]
+def surplus(newest: Path, keep: int, protected: int | None, workers: Workers) -> list[Path]:
+    """Return the checkpoints that :func:`delete_older` deletes. Call it on every rank.
+
+    There are none if the folder cannot be read. The next save deletes them.
+    """
+    doomed: list[Path] = []
+    if workers.is_main:
+        with suppress(CheckpointError):
+            older = [folder for folder in candidates(newest.parent) if step_of(folder) < step_of(newest)]
+            doomed = [folder for folder in older[keep - 1 :] if step_of(folder) != protected]
+    return workers.broadcast(doomed)
 
 
 def not_deleted_message(newest: Path, problem: str) -> str:

@@ -11,23 +11,28 @@ All workers must see the same folder.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypedDict, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from rapidformer_templates.engines.shards import Shard, ShardKind, shards_to_write
-from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.errors import CheckpointError, StorageFailed
 from rapidformer_templates.run.checkpoint import tensor_file
-from rapidformer_templates.system.files import Seal, explain, sync, to_json, write_synced, write_text
+from rapidformer_templates.system import files as storage
+from rapidformer_templates.system.files import MAY_PASS, Seal, explain, sync, to_json, write_synced, write_text
 from rapidformer_templates.system.process_state import capture
+from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
 
 FORMAT = 2
@@ -50,8 +55,19 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def candidates(root: Path) -> list[Path]:
-    """Finished checkpoints of a run, newest first."""
-    folders = [path for path in root.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    """Return the finished checkpoints of a run, newest first.
+
+    Raises:
+        CheckpointError: the folder exists but cannot be read. That does not mean that there are none.
+    """
+    try:
+        names = os.listdir(root)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        what, to_do = explain(error)
+        raise CheckpointError(f"{root} cannot be read: {what}", hint=to_do) from error
+    folders = [root / name for name in names if re.fullmatch(r"step-\d+", name)]
     return sorted(folders, key=step_of, reverse=True)
 
 
@@ -105,22 +121,32 @@ class TensorFile:
     metadata: dict[str, str] | None = None
 
 
-def save(root: Path, step: int, engine: ShardSource, progress: Mapping[str, object], workers: Workers) -> Path:
+def save(
+    root: Path,
+    step: int,
+    engine: ShardSource,
+    progress: Mapping[str, object],
+    workers: Workers,
+    *,
+    retries: bool = True,
+) -> Path:
     """Write a checkpoint. Call it on every rank: all return or all raise.
 
     Args:
         root: the run's ``checkpoints`` folder.
         step: number of completed steps.
         progress: the progress of the run as plain values for JSON.
+        retries: whether to try again for a while if the storage fails.
 
     Raises:
-        CheckpointError: it cannot be written, for example because the disk is full. Earlier ones are unchanged.
+        StorageFailed: the storage has failed, for example because it is full. Earlier checkpoints are unchanged.
+        CheckpointError: the checkpoint cannot be written for another reason.
     """
-    attempt = Attempt(root, step, engine.state(), progress, workers)
+    attempt = Attempt(root, step, engine.state(), progress, workers, retries=retries)
     attempt.begin()
-    written = attempt.run_together(lambda: attempt.write_share(engine))
+    written = attempt.run_together(lambda: attempt.write_share(engine), retries=retries)
     by_rank = workers.gather(written)
-    attempt.run_together(lambda: attempt.finish(by_rank) if workers.is_main else None)
+    attempt.run_together(lambda: attempt.finish(by_rank) if workers.is_main else None, retries=retries)
     return attempt.final
 
 
@@ -129,13 +155,23 @@ class Attempt:
 
     Attributes:
         folder, final: the temporary folder, and the path that it is renamed to.
+        retries: whether parts of it are tried again if the storage fails.
     """
 
     def __init__(
-        self, root: Path, step: int, engine: Mapping[str, object], progress: Mapping[str, object], workers: Workers
+        self,
+        root: Path,
+        step: int,
+        engine: Mapping[str, object],
+        progress: Mapping[str, object],
+        workers: Workers,
+        *,
+        retries: bool = True,
     ) -> None:
         self.root = root
         self.workers = workers
+        self.retries = retries
+        self._is_renamed = False
         self.final = folder_of(root, step)
         self.folder = self.final.with_name(self.final.name + ".tmp")
         state = {"format": FORMAT, "step": step, "world": workers.world, "layout": workers.dimensions}
@@ -147,9 +183,10 @@ class Attempt:
         def make_folder() -> None:
             for stale in self.root.glob("step-*.tmp"):
                 shutil.rmtree(stale, ignore_errors=stale != self.folder)
-            self.folder.mkdir(parents=True)
+            self.root.mkdir(exist_ok=True)  # without its parents: they are missing if the storage is not mounted
+            self.folder.mkdir()
 
-        self.run_together(make_folder if self.workers.is_main else lambda: None)
+        self.run_together(make_folder if self.workers.is_main else lambda: None, retries=self.retries)
 
     def write_share(self, engine: ShardSource) -> Written:
         """Write the tensors of this rank."""
@@ -163,7 +200,24 @@ class Attempt:
         return written
 
     def finish(self, by_rank: Sequence[Written]) -> None:
-        """Write index, state and manifest on one rank after all have written. Renaming makes the checkpoint count."""
+        """Write index, state and manifest on one rank after all have written. Renaming makes the checkpoint count.
+
+        It may be called again after an error.
+        """
+        if not self._is_renamed:
+            self._describe(by_rank)
+        old = self.final.with_name(self.final.name + "-old.tmp")
+        if not self._is_renamed:
+            if self.final.exists():  # a broken checkpoint that a resume has skipped
+                self.final.rename(old)
+            self.folder.rename(self.final)
+            self._is_renamed = True
+        sync(self.root)
+        shutil.rmtree(old, ignore_errors=True)
+        write_text(self.root / "latest", self.final.name + "\n")
+
+    def _describe(self, by_rank: Sequence[Written]) -> None:
+        """Write index, state and manifest."""
         index: dict[str, dict[str, TensorLocations]] = {kind: {} for kind in KINDS}
         files: dict[str, Seal] = {}
         for written in by_rank:
@@ -174,54 +228,98 @@ class Attempt:
             files[name] = write_synced(self.folder / name, to_json(content))
         write_synced(self.folder / "manifest.json", to_json({"format": FORMAT, "files": files}))
         sync(self.folder)
-        old = self.final.with_name(self.final.name + "-old.tmp")
-        if self.final.exists():  # a broken checkpoint that a resume has skipped
-            self.final.rename(old)
-        self.folder.rename(self.final)
-        sync(self.root)
-        shutil.rmtree(old, ignore_errors=True)
-        write_text(self.root / "latest", self.final.name + "\n")
 
-    def run_together(self, body: Callable[[], T]) -> T:
+    def run_together(self, body: Callable[[], T], *, retries: bool = False) -> T:
         """Run ``body`` on each rank and return its local result.
 
+        Args:
+            body: may be called again.
+            retries: whether all ranks try again for a while if the storage of some has failed.
+
         Raises:
-            CheckpointError: a file or memory error occurred on some rank. Raised on all ranks.
+            StorageFailed: the storage has failed on some rank. Raised on all ranks.
+            CheckpointError: another file error or a memory error occurred on some rank. Raised on all ranks.
             Exception: any other error of the body. Other ranks raise a RuntimeError that reports it.
         """
-        results: list[T] = []
-        failure: Exception | None = None
-        try:
-            results.append(body())
-        except Exception as error:  # the other ranks wait for the outcome
-            failure = error
-        failures = [t for t in self.workers.gather(_describe_failure(failure)) if t is not None]
-        if not failures:
-            return results[0]
+        pauses = storage.RETRY_SECONDS if retries else ()
+        number = 0
+        while True:
+            results: list[T] = []
+            failure: Exception | None = None
+            try:
+                results.append(body())
+            except Exception as error:  # the other ranks wait for the outcome
+                failure = error
+            failures = [f for f in self.workers.gather(_describe_failure(failure)) if f is not None]
+            if not failures:
+                return results[0]
+            if number == len(pauses) or not all(f.may_pass for f in failures):
+                self._give_up(failure, failures)
+            number += 1
+            self.announce_retry(failures[0].what, number)
+            time.sleep(pauses[number - 1])
+
+    def announce_retry(self, what: str, number: int) -> None:
+        """Report on the main rank that a part of the save failed, and will be tried again after a pause."""
+        pauses = storage.RETRY_SECONDS
+        say(
+            self.workers,
+            f"the checkpoint of step {step_of(self.final)} could not be written yet: {what}; "
+            f"trying again in {pauses[number - 1]} s ({number} of {len(pauses)})",
+            loud=True,
+        )
+
+    def _give_up(self, failure: Exception | None, failures: Sequence[SaveFailure]) -> NoReturn:
+        """Remove what was written, and raise an error.
+
+        Args:
+            failure: the error of this rank.
+            failures: the errors of all ranks that had one.
+        """
         if self.workers.is_main:
             shutil.rmtree(self.folder, ignore_errors=True)
         if failure is not None and not isinstance(failure, FAILURES):
             raise failure
-        what, to_do = min(failures, key=lambda t: t[1] is not None)
-        if to_do is None:
-            raise RuntimeError(f"another worker failed in a save:\n{what}")
-        earlier = next((path.name for path in candidates(self.root)), None)
-        raise CheckpointError(
-            f"the checkpoint of step {step_of(self.final)} could not be written: {what}",
+        first = min(failures, key=lambda f: f.to_do is not None)
+        if first.to_do is None:
+            raise RuntimeError(f"another worker failed in a save:\n{first.what}")
+        earlier = None
+        with suppress(CheckpointError):  # the storage is not there
+            earlier = next((path.name for path in candidates(self.root)), None)
+        to_do = f"{first.to_do} and " + (f"continue with --resume from {earlier}" if earlier else "start again")
+        may_pass = all(f.may_pass for f in failures)
+        waited = sum(storage.RETRY_SECONDS) if self.retries and may_pass else 0
+        error = StorageFailed if may_pass else CheckpointError
+        raise error(
+            f"the checkpoint of step {step_of(self.final)} could not be written: {first.what}"
+            + (f" (tried for {waited:g} s)" if waited else ""),
             where=str(self.final),
-            hint=f"{to_do} and continue with --resume from {earlier}" if earlier else f"{to_do} and start again",
+            hint=to_do,
         ) from failure
 
 
-def _describe_failure(failure: Exception | None) -> tuple[str, str | None] | None:
-    """Describe a failure for all ranks: (problem, remedy), or (stack trace, None) for a bug."""
+class SaveFailure(NamedTuple):
+    """The failure of a save on one rank, for all ranks.
+
+    Attributes:
+        what: the problem, or the stack trace of a bug.
+        to_do: the remedy. None for a bug.
+        may_pass: whether the storage has failed, perhaps only for a while.
+    """
+
+    what: str
+    to_do: str | None
+    may_pass: bool = False
+
+
+def _describe_failure(failure: Exception | None) -> SaveFailure | None:
     if failure is None:
         return None
     if isinstance(failure, OSError):
-        return explain(failure)
+        return SaveFailure(*explain(failure), failure.errno in MAY_PASS)
     if isinstance(failure, MemoryError):
-        return f"there is not enough memory {failure}".strip(), "leave more memory free"
-    return "".join(traceback.format_exception(failure)).rstrip(), None
+        return SaveFailure(f"there is not enough memory {failure}".strip(), "leave more memory free")
+    return SaveFailure("".join(traceback.format_exception(failure)).rstrip(), None)
 
 
 def for_each_file(engine: ShardSource, rank: int, body: Callable[[TensorFile], None]) -> None:

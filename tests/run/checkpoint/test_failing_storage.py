@@ -1,0 +1,259 @@
+"""Storage that fails for a while, or for ever: saves are tried again, and no complete checkpoint is lost.
+
+The faults are injected into the calls of the operating system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from rapidformer_templates.engines.shards import whole_shard
+from rapidformer_templates.errors import CheckpointError, StorageFailed
+from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.system import files
+from rapidformer_templates.system.workers import Workers
+from tests.support.engine_runs import run
+from tests.support.lines import FLAGS, Line
+from tests.support.worker_pool import alone, run_in_workers
+
+pytestmark = pytest.mark.durable
+
+CHANGES = ("pwrite", "write", "fsync", "rename", "mkdir", "rmdir", "unlink", "truncate", "listdir", "scandir")
+PAUSES = (0.01, 0.02, 0.04)
+
+
+@contextlib.contextmanager
+def faults(fails: Callable[[str], int | None], calls: tuple[str, ...] = CHANGES) -> Iterator[None]:
+    """Let calls of the operating system fail inside the context.
+
+    Args:
+        fails: takes ``"call path"`` and returns the number of an error, or None.
+    """
+
+    def faulty(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(target: Any, *arguments: Any, **named: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
+            error = fails(f"{name} {path}")
+            if error is not None:
+                raise OSError(error, os.strerror(error), path)
+            return real(target, *arguments, **named)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in calls:
+            stack.enter_context(mock.patch.object(os, name, faulty(name)))
+        stack.enter_context(mock.patch.object(files, "RETRY_SECONDS", PAUSES))
+        yield
+
+
+class Storage:
+    """A file system that is gone for some calls."""
+
+    def __init__(self, error: int, first: int, last: float) -> None:
+        self.error, self.first, self.last = error, first, last
+        self.calls = 0
+
+    def __call__(self, call: str) -> int | None:
+        if "/checkpoints" not in call:
+            return None
+        self.calls += 1
+        return self.error if self.first <= self.calls <= self.last else None
+
+
+def train(folder: Path, *flags: str) -> Line:
+    job = Line([*FLAGS, "--train-iters", "10", "--save", str(folder), "--save-interval", "2", *flags])
+    job.fit()
+    return job
+
+
+class _Weights:
+    def shards(self, kind: str) -> Any:
+        return iter([whole_shard("w", torch.arange(6.0))] if kind == "weights" else [])
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": "None"}
+
+
+TRANSIENT = ("EIO", "ESTALE", "ETIMEDOUT", "EROFS", "ENOSPC", "EAGAIN", "EDQUOT", "ENOENT")
+
+
+@pytest.mark.parametrize("name", TRANSIENT)
+def test_a_save_is_tried_again_with_a_message(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failures = iter([getattr(errno, name)] * 2)
+    with faults(lambda call: next(failures, None) if call.startswith("pwrite") else None):
+        path = checkpoint.save(tmp_path, 1, _Weights(), {}, alone())
+    assert checkpoint_check.problem_of(path) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "could not be written yet" in line]
+    assert [line.partition("; trying again in ")[2] for line in lines] == ["0.01 s (1 of 3)", "0.02 s (2 of 3)"]
+
+
+def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def denied(call: str) -> int | None:
+        calls.append(call)
+        return errno.EACCES if call.startswith("pwrite") else None
+
+    with faults(denied), pytest.raises(CheckpointError, match="not allowed to write") as caught:
+        checkpoint.save(tmp_path, 1, _Weights(), {}, alone())
+    assert not isinstance(caught.value, StorageFailed)
+    assert len([call for call in calls if call.startswith("pwrite")]) == 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_any_call_may_fail_once(background: bool, tmp_path: Path) -> None:
+    """Let every third call of two saves fail in turn. Each of these saves leaves an intact checkpoint."""
+
+    def save_twice(root: Path, fault: Storage) -> None:
+        root.mkdir(parents=True)
+        with faults(fault), contextlib.closing(AsyncSaver(root, alone(), keep=1)) as saver:
+            for step in (1, 2):
+                if background:
+                    saver.start(step, _Weights(), {}, None)
+                    saver.wait()
+                else:
+                    path = checkpoint.save(root, step, _Weights(), {}, alone())
+                    checkpoint_check.delete_older(path, 1, None, alone())
+
+    counted = Storage(0, 0, -1)
+    save_twice(tmp_path / "checkpoints-whole", counted)
+    assert counted.calls > 40
+    for number in range(1 + background, counted.calls + 1, 3):
+        root = tmp_path / f"checkpoints-{number}"
+        save_twice(root, Storage(errno.EIO, number, number))
+        assert checkpoint_check.problem_of(root / "step-2") is None
+        assert {path.name.removesuffix(".tmp") for path in root.iterdir()} <= {"latest", "step-1", "step-2"}
+        assert (root / "latest").read_text() == "step-2\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
+def test_training_continues_without_a_checkpoint(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The storage is gone from step 3 to step 7. Step 4 is tried several times, step 6 once, and step 8 is saved."""
+    whole = train(tmp_path / "whole", *flags)
+    gone = {"now": False}
+
+    class Passing(Line):
+        def on_step_end(self, step: int, result: Any) -> None:
+            gone["now"] = 3 <= step <= 7
+
+    job = Passing([*FLAGS, "--epochs", "2", "--save", str(tmp_path / "run"), "--save-interval", "2", *flags])
+    with faults(lambda call: errno.ESTALE if gone["now"] and f"{tmp_path}/run" in call else None):
+        job.fit()
+    printed = capsys.readouterr().err
+    assert torch.equal(job.model.weight, whole.model.weight)
+    saved = {path.name for path in checkpoint.candidates(tmp_path / "run" / "checkpoints")}
+    assert saved == {"step-8", "step-10"} | ({"step-2"} & saved)
+    assert "the checkpoint of step 4 could not be written: the network file system has lost the folder" in printed
+    assert "training continues, and the next save tries again" in printed
+    assert "the checkpoint of step 6 could not be written yet" not in printed
+    steps = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == [line["step"] for line in read_metrics(tmp_path / "whole" / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
+def test_the_end_of_a_run_names_the_last_good_checkpoint(flags: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def lost(call: str) -> int | None:
+        return errno.EIO if re.search(r"(pwrite|fsync|rename) .*step-(6|8|10)\b", call) else None
+
+    with faults(lost), pytest.raises(StorageFailed, match="step 10 could not be written: the disk reports") as caught:
+        train(folder, "--keep-checkpoints", "1", *flags)
+    assert "(tried for 0.07 s)" in caught.value.message
+    assert "continue with --resume from step-4" in str(caught.value.hint)
+    assert checkpoint_check.problem_of(folder / "checkpoints" / "step-4") is None
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-4"]
+
+
+def test_older_checkpoints_stay_if_the_new_one_cannot_be_read_back(tmp_path: Path) -> None:
+    """The storage accepts all writes after step 2, and loses one file of each checkpoint."""
+    real = os.rename
+
+    def losing(source: Any, target: Any, **named: Any) -> None:
+        real(source, target, **named)
+        if Path(target).parent.name == "checkpoints" and Path(target).name not in ("step-2", "latest"):
+            (Path(target) / "index.json").write_bytes(b"")
+
+    with mock.patch.object(os, "rename", losing):
+        train(tmp_path / "run", "--keep-checkpoints", "1")
+    newest, passed_over = checkpoint_check.newest_complete(tmp_path / "run" / "checkpoints", alone())
+    assert newest == tmp_path / "run" / "checkpoints" / "step-2"
+    assert [line.partition(":")[0] for line in passed_over] == ["step-10", "step-8", "step-6", "step-4"]
+
+
+def test_a_folder_that_cannot_be_read_is_not_a_run_without_checkpoints(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    with (
+        faults(lambda call: errno.EIO if call.startswith(("listdir", "scandir")) and "checkpoints" in call else None),
+        pytest.raises(CheckpointError, match="checkpoints cannot be read: the disk reports an error"),
+    ):
+        checkpoint.candidates(tmp_path / "run" / "checkpoints")
+
+
+def _two_workers(workers: Workers, root: str) -> tuple[list[Any], str]:
+    """Let the storage of worker 1 fail for a while, then for good. Returns the curve, and what was printed."""
+    failures = iter([errno.ETIMEDOUT] * 2)
+
+    def fails(call: str) -> int | None:
+        return next(failures, None) if workers.rank == 1 and re.search("pwrite .*step-3", call) else None
+
+    with contextlib.redirect_stderr(io.StringIO()) as printed, faults(fails):
+        curves = [run(f"{root}/{kind}", "fsdp", 2, *flags) for kind, flags in KINDS.items()]
+    curves.append(run(f"{root}/whole", "fsdp", 2))
+    return curves, printed.getvalue()
+
+
+KINDS = {"waiting": (), "async": ("--async-save",)}
+
+
+@pytest.mark.distributed
+def test_workers_try_again_together(tmp_path: Path) -> None:
+    (curves, printed), _ = run_in_workers(2, _two_workers, str(tmp_path))
+    assert curves == [curves[-1]] * 3
+    assert "step 3 could not be written yet: it failed ([Errno 110] Connection timed out" in printed
+    for kind in KINDS:
+        for step in (3, 6):
+            assert checkpoint_check.problem_of(tmp_path / kind / "checkpoints" / f"step-{step}") is None
+
+
+@pytest.mark.longer
+def test_a_file_system_that_is_gone_for_half_a_minute_ends_no_run(tmp_path: Path) -> None:
+    """With the pauses of the product. Only one checkpoint is late."""
+    back = [float("inf")]
+
+    class Passing(Line):
+        def on_step_end(self, step: int, result: Any) -> None:
+            if step == 3:
+                back[0] = time.monotonic() + 30
+
+    pauses = mock.patch.object(files, "RETRY_SECONDS", (1, 2, 4, 8, 16, 16))
+    job = Passing([*FLAGS, "--epochs", "2", "--save", str(tmp_path / "run"), "--save-interval", "2"])
+
+    def gone(call: str) -> int | None:
+        return errno.EIO if "/run" in call and back[0] - 30 <= time.monotonic() < back[0] else None
+
+    with faults(gone), pauses:
+        job.fit()
+    saved = [path.name for path in checkpoint.candidates(tmp_path / "run" / "checkpoints")]
+    assert saved[:4] == ["step-10", "step-8", "step-6", "step-4"]
