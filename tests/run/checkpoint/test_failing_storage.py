@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from rapidformer_templates import Data
 from rapidformer_templates.engines.shards import whole_shard
 from rapidformer_templates.errors import CheckpointError, StorageFailed
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
@@ -257,3 +259,30 @@ def test_a_file_system_that_is_gone_for_half_a_minute_ends_no_run(tmp_path: Path
         job.fit()
     saved = [path.name for path in checkpoint.candidates(tmp_path / "run" / "checkpoints")]
     assert saved[:4] == ["step-10", "step-8", "step-6", "step-4"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
+def test_a_best_step_that_could_not_be_saved_is_not_the_best(flags: list[str], tmp_path: Path) -> None:
+    """The lowest of the other losses counts, and its checkpoint is still there at the end."""
+
+    class Worsening(Line):
+        def build_data(self) -> Data:
+            data = super().build_data()
+            data.valid = [{"x": np.float32([1.0]), "y": np.float32([0.6])}]
+            return data
+
+    def losses(folder: Path) -> dict[int, float]:
+        lines = read_metrics(folder / "metrics.jsonl")
+        return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+
+    given = [*FLAGS, "--train-iters", "30", "--eval-interval", "3", "--save-interval", "30", "--keep-checkpoints", "1"]
+    Worsening([*given, "--keep-best", "--save", str(tmp_path / "whole")]).fit()
+    by_step = losses(tmp_path / "whole")
+    best = min(by_step, key=lambda step: by_step[step])
+    assert best < 30
+    with faults(lambda call: errno.EROFS if re.search(rf"pwrite .*step-{best}\b", call) else None):
+        summary = Worsening([*given, "--keep-best", "--save", str(tmp_path / "run"), *flags]).fit()
+    assert losses(tmp_path / "run") == by_step
+    expected = min(by_step.keys() - {best}, key=lambda step: by_step[step])
+    assert summary["best"]["step"] == expected
+    assert checkpoint_check.problem_of(tmp_path / "run" / "checkpoints" / f"step-{expected}") is None

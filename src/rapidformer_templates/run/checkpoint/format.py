@@ -288,11 +288,11 @@ class Attempt:
             earlier = next((path.name for path in candidates(self.root)), None)
         to_do = f"{first.to_do} and " + (f"continue with --resume from {earlier}" if earlier else "start again")
         may_pass = all(f.may_pass for f in failures)
-        waited = sum(storage.RETRY_SECONDS) if self.retries and may_pass else 0
+        seconds = sum(storage.RETRY_SECONDS) if self.retries and may_pass else 0
         error = StorageFailed if may_pass else CheckpointError
         raise error(
             f"the checkpoint of step {step_of(self.final)} could not be written: {first.what}"
-            + (f" (tried for {waited:g} s)" if waited else ""),
+            + (f" (tried for {seconds:g} s)" if seconds else ""),
             where=str(self.final),
             hint=to_do,
         ) from failure
