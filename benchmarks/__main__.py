@@ -16,6 +16,7 @@ QUESTIONS = {
     "overhead": "time that a loop adds to a plain PyTorch loop, in milliseconds per step",
     "peers": "the demo's job, compared with transformers' Trainer",
     "faults": "kill -9 at random moments, then resume",
+    "powercut": "states that a power cut may leave on the disk, and what resumes find in them",
     "saving": "speed of writing a checkpoint to the disk, including the flush",
     "reading": "speed of reading an indexed data set",
     "streaming": "memory of one pass over streamed text",
@@ -47,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status. It is 0 on success and 2 for a mistake in the command. It is 1 if ``faults`` found a run
-        that differs from the uninterrupted one, if ``graph`` found a loss that differs from eager's, or if a
-        prediction of the ``planner`` was wrong. A missed speed goal is a result, not an error.
+        that differs from the uninterrupted one, if ``powercut`` found a state of a run of ours that does not continue,
+        if ``graph`` found a loss that differs from eager's, or if a prediction of the ``planner`` was wrong. A missed
+        speed goal is a result, not an error.
     """
     words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     options = build_parser(words).parse_args(words)

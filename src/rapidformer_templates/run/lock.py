@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from rapidformer_templates.system.files import explain, remove_trials, try_writing
+from rapidformer_templates.system.files import explain, make_folder, remove_trials, try_writing
 
 if TYPE_CHECKING:
     from rapidformer_templates.system.workers import Workers
@@ -74,7 +74,7 @@ class RunLock:
         token = secrets.token_hex(16)
         with self._explain_errors():
             self._created_folder = not self.folder.exists()
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             descriptor = self._open(os.O_CREAT, fcntl.LOCK_EX)
             self._is_owner = True
             if self.works:

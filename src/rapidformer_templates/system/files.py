@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypedDict
 
@@ -94,6 +94,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents if they are missing, and flush their names to the disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        with suppress(PermissionError):  # a folder that may be written to, but not read, cannot be flushed
+            sync(path.parent)
+
+
 def user_cache() -> Path:
     """Return this package's folder in the user's cache folder (XDG standard)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rapidformer_templates"
@@ -146,22 +155,25 @@ def remove_trials(folder: Path) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder with a temporary name. After the context it is flushed and replaces ``folder``.
 
-    If the context raises an error, the temporary folder is removed.
+    At any time ``folder`` is complete or absent. If the context raises an error, the temporary folder is removed.
     """
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-    temporary.mkdir(parents=True)
+    temporary, old = (folder.with_name(f"{folder.name}{ending}") for ending in (".tmp", "-old.tmp"))
+    for path in (temporary, old):
+        shutil.rmtree(path, ignore_errors=True)  # left by a process that was killed
+    make_folder(folder.parent)
+    temporary.mkdir()
     try:
         yield temporary
         readable = temporary.stat().st_mode & 0o666  # as in the umask, because safetensors makes its files private
-        for path in temporary.iterdir():
+        for path in (*temporary.rglob("*"), temporary):
             if path.is_file():
                 path.chmod(readable)
             sync(path)
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(old)  # deleted later: a half-deleted folder must not look complete
         temporary.rename(folder)
         sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
