@@ -302,7 +302,7 @@ OUTCOMES = {
     LOST: "finds none",
     DAMAGED: "loads a damaged one",
 }
-"""What a resume finds in a state, with its heading in the table. Everything from ``older`` on is a fault."""
+"""The outcomes of a resume in a state, with their headings in the table. Everything from ``older`` on is a fault."""
 FAULTS = (OLDER, ENDS, LOST, DAMAGED)
 
 

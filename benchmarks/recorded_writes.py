@@ -91,7 +91,7 @@ class Flush:
 
 @dataclass(frozen=True)
 class Report:
-    """What the program has reported, such as a checkpoint that is saved."""
+    """A message of the program to its user, such as a checkpoint that is saved."""
 
     what: str
     step: int
@@ -164,7 +164,7 @@ class Recorder:
     """Records a folder in any number of processes. Each has a recorder with the same folder and the same log.
 
     Args:
-        root: the folder. What it contains at first counts as flushed.
+        root: the folder. Its first contents count as flushed.
         log: the recording, a file outside of the folder.
     """
 
@@ -302,7 +302,7 @@ class Recorder:
             self._add(Truncate(node, len(data)))
         elif data.startswith(old):
             self._add(Write(node, len(old), data[len(old) :]))
-        else:  # opened again, and written anew
+        else:  # opened again, and replaced
             self._add(Truncate(node, 0))
             self._add(Write(node, 0, data))
 

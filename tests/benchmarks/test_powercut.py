@@ -69,7 +69,7 @@ def test_a_flushed_file_is_whole_or_has_no_new_name() -> None:
 
 
 def test_a_name_in_a_folder_needs_a_flush_of_the_folder() -> None:
-    """As in POSIX: a flushed file may still have no name."""
+    """POSIX allows that a flushed file has no name."""
     made = [Link(0, "f", 1, True, 11), Flush(0), Link(1, "a", 2, False, 12), Write(2, 0, b"1234"), Flush(2)]
     ready = Report(BEGIN, 0)
     assert trees([*made, ready]) == [{"f": None, "f/a": b"1234"}, {"f": None}]
