@@ -1,6 +1,6 @@
-"""What a power cut may leave on the disk, after each event of a recording.
+"""The states in which a power cut may leave the disk, after each event of a recording.
 
-The model is that of ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018). A change is durable
+The model comes from ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018). A change is durable
 when its file, or the folder of its name, has been flushed afterwards. All other changes may be lost, torn or reordered:
 
 - a name may be durable without the bytes of its file, which is then empty or has zeros
@@ -38,7 +38,7 @@ class CrashState:
 
 
 def crash_states(events: Sequence[Event]) -> Iterator[CrashState]:
-    """Yield the distinct states of each prefix of a recording. What a run had reported by then is in the events.
+    """Yield the distinct states of each prefix of a recording.
 
     A state is yielded again if the run has reported more in the meantime.
     """

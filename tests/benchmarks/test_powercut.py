@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.crash_states import crash_states
-from benchmarks.powercut import OUR_RUNS, RUN, Ours, continue_each, judge, record
+from benchmarks.powercut import EXPORTED, OUR_RUNS, RUN, STEPS, Ours, continue_each, judge, record
 from benchmarks.recorded_writes import (
     BEGIN,
     Disk,
@@ -178,6 +178,7 @@ def _train_recorded(workers: Any, folder: str, flags: str) -> None:
     with recorder.recording(), mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         Ours(flags=flags)._fit(Path(folder, "disk", RUN), recorder)
         workers.barrier()
+        recorder.report(EXPORTED, STEPS)
 
 
 @pytest.mark.longer
@@ -228,7 +229,7 @@ def traced(log: Path, root: Path) -> list[str]:
     calls = []
     for line in log.read_text().splitlines():
         found = re.match(r"\d+ +(\w+)\((.*)\) = 0", line)
-        if not found or str(root) not in line:
+        if not found or f"{root}/" not in line:
             continue
         name, arguments = found.groups()
         paths = [a or b for a, b in re.findall(r'<([^>]*)>|"([^"]*)"', arguments)]
