@@ -22,10 +22,14 @@ class RapidformerError(Exception):
         message: what is wrong, in one sentence.
         where: the file, line, column or flag that caused it.
         hint: what to do about it.
+
+    Attributes:
+        lost_workers: number of workers that are lost, if a restart with the others may help. 0 if it cannot help.
     """
 
     exit_status = 2
     prefix = "error: "
+    lost_workers = 0
 
     def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
@@ -114,6 +118,7 @@ class OutOfMemory(RapidformerError):
     """Memory could not be allocated."""
 
     exit_status = 1
+    lost_workers = 1
 
 
 ALLOCATION_FAILED = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
@@ -129,6 +134,7 @@ class DeviceFailed(RapidformerError):
     """The accelerator reported an error: a kernel failed, or the device is gone."""
 
     exit_status = 1
+    lost_workers = 1
 
 
 class SwitchDidNothing(RapidformerError):
@@ -152,15 +158,26 @@ class SwitchDidNothing(RapidformerError):
 
 
 class WorkerFailed(RapidformerError):
-    """A worker process ended too early."""
+    """A worker process ended too early.
+
+    Args:
+        lost_workers: see :class:`RapidformerError`.
+    """
 
     exit_status = 1
+
+    def __init__(
+        self, message: str, *, where: str | None = None, hint: str | None = None, lost_workers: int = 0
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.lost_workers = lost_workers
 
 
 class WorkerHangs(RapidformerError):
     """A worker makes no progress, and the others wait for it."""
 
     exit_status = 4
+    lost_workers = 1
 
 
 class ReplicasDiffer(RapidformerError):
@@ -174,12 +191,14 @@ class ReportedError(RapidformerError):
 
     Args:
         rank: rank of the worker.
+        lost_workers: that of the error.
     """
 
-    def __init__(self, text: str, exit_status: int, rank: int = 0) -> None:
+    def __init__(self, text: str, exit_status: int, rank: int = 0, lost_workers: int = 0) -> None:
         super().__init__(text)
         self.exit_status = exit_status
         self.rank = rank
+        self.lost_workers = lost_workers
 
     def render(self) -> str:
         return self.message

@@ -193,6 +193,8 @@ ELSEWHERE = {
     "nproc_per_node": "tests/system/test_launch.py",
     "data_parallel_size": "tests/planning/test_data_rules.py",
     "master_port": "tests/system/test_launch.py",
+    "min_workers": "tests/run/test_restarts.py",
+    "max_restarts": "tests/run/test_restarts.py",
     "worker_timeout": "tests/run/test_watch.py",
     "check_replicas": "tests/run/test_replica_check.py",
     "device": "tests/rehearsal/test_runs.py",

@@ -26,6 +26,7 @@ class DropoutJob(ClassJob):
     """A classifier with dropout and evaluations that can die after a step."""
 
     dies_after: int | None = None
+    layers = 2
 
     def build_data(self) -> Any:
         data = super().build_data()
@@ -34,6 +35,7 @@ class DropoutJob(ClassJob):
 
     def make(self) -> torch.nn.Module:
         config = _bert()
+        config.num_hidden_layers = self.layers
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.2
         return BertForSequenceClassification(config)
 

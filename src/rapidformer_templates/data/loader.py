@@ -58,6 +58,7 @@ class MicroBatch:
         mask_facts: see :meth:`inspect_masks`.
         positions: for each row, the position of its sample in the order. -1 for a row that does not count.
         bookmark: position of a stream before these samples.
+        random_key: numbers that the random numbers of its forward depend on. None continues the stream of the worker.
     """
 
     batch: Batch
@@ -68,6 +69,7 @@ class MicroBatch:
     mask_facts: dict[str, bool] = field(default_factory=dict)
     positions: Sequence[int] = ()
     bookmark: Bookmark | None = None
+    random_key: tuple[int, ...] | None = None
 
     def inspect_masks(self) -> None:
         """Precompute what models query about masks and positions while the batch is on the host.

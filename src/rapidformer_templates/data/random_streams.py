@@ -41,6 +41,8 @@ class Stream(enum.IntEnum):
     PAIR_SAMPLES = 18
     PAIR_CHUNKS = 19
     PAIR_ORDERS = 20
+    FORWARD = 21
+    """Random numbers in the forward of a micro batch with ``--min-workers``, such as the masks of dropout."""
 
 
 class NewestEpochs(Generic[T]):

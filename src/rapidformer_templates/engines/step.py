@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ from rapidformer_templates.engines.loss import HookCount, Recorder, weighted_los
 from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.system.accelerator import HostCopy
+from rapidformer_templates.system.process_state import seed_torch
 
 if TYPE_CHECKING:
     from rapidformer_templates.engines.local import SingleEngine
@@ -154,8 +156,9 @@ class Step:
         self._contexts.pop().__exit__(None, None, None)
 
     @final
-    def _begin_forward(self, microbatch: MicroBatch) -> tuple[nn.Module | Recorder, Batch]:
-        """Enter the context of a forward."""
+    def _begin_forward(self, microbatch: MicroBatch, stage: int = 0) -> tuple[nn.Module | Recorder, Batch]:
+        """Enter the context of a forward of the last stage."""
+        seed_forward(microbatch, stage)
         batch = self._enter(self._engine._forward_context(microbatch))
         self._microbatch, self._model = microbatch, self._engine._callable
         if microbatch.idle or microbatch.targets == 0:
@@ -225,6 +228,12 @@ class Step:
             counts = workers.sum(*flags.tolist())
             engine._drop_unused([index for index, count in enumerate(counts) if count == workers.world])
         return total
+
+
+def seed_forward(microbatch: MicroBatch, stage: int) -> None:
+    """Seed torch's generators for a forward if its random numbers depend on the micro batch and the stage only."""
+    if microbatch.random_key is not None:
+        seed_torch(int(np.random.SeedSequence((*microbatch.random_key, stage)).generate_state(1)[0]))
 
 
 class _MicroBatchLoss(NamedTuple):

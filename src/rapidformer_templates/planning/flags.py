@@ -87,6 +87,18 @@ class LaunchFlags:
     master_port: int | None = flag(
         None, "port on which the local workers meet (default: a free one)", minimum=1, maximum=65535
     )
+    min_workers: int | None = flag(
+        None,
+        "lowest number of workers that the run may continue with: --nproc-per-node starts again without a lost worker, "
+        "from the last checkpoint, and dropout draws the same masks with any number (default: no restart)",
+        minimum=1,
+    )
+    max_restarts: int = flag(
+        3,
+        "restarts by --min-workers since the last new checkpoint before the run ends",
+        only_with=("min_workers", "1"),
+        minimum=0,
+    )
     worker_timeout: float = flag(
         600.0,
         "seconds without progress after which a run of several workers ends and names the worker that hangs; three "

@@ -35,6 +35,7 @@ from rapidformer_templates.run.push_to_hub import check_push, create_repository,
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.replica_check import replica_check_of
+from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_numbers
 from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.saving import Checkpoints, restore_run, show_changes
 from rapidformer_templates.run.scripts import (
@@ -81,7 +82,11 @@ def fit(template: Template, then: AfterTraining | None = None) -> Summary:
     def train_in_workers() -> Summary:
         launch.program_command()  # raises if there is no program that workers could run
         variables, resumes = check_before_workers(template)
-        return train_in_new_workers(name, flags, count, port, variables, resumes)
+
+        def attempt(workers: int, changed: Flags) -> Summary:
+            return train_in_new_workers(name, {**flags, **changed}, workers, port, variables, resumes)
+
+        return run_with_restarts(template, attempt)
 
     if launch.is_worker():
         return train_in_this_worker(name, flags, template.override_flags, lambda: join_and_train(template))
@@ -111,6 +116,8 @@ def _check_template(template: Template) -> None:
     check_push(template.config)
     create_repository(template.config)
     prepare_switches(template.config, template.plan)
+    if numbers := worker_numbers(template):
+        print_lines(numbers.note)
 
 
 def _can_resume(training: TrainingFlags) -> bool:

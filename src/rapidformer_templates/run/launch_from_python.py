@@ -25,6 +25,7 @@ from rapidformer_templates.run.fit import check_before_workers, join_and_train
 from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.run.hooks import load_callback_states, states_of
 from rapidformer_templates.run.inference import Weights, copied_weights
+from rapidformer_templates.run.restarts import Flags, run_with_restarts
 from rapidformer_templates.run.run import Run, Template
 from rapidformer_templates.run.scripts import record_outcome
 from rapidformer_templates.system import launch
@@ -49,29 +50,33 @@ def fit(template: Template) -> tuple[Summary, Weights]:
     def train() -> Summary:
         variables, resumes = check_before_workers(template)
         variables = {**variables, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        count, port = template.config.launch.nproc_per_node or 1, template.config.launch.master_port
-        with private_folder() as folder:
-            write_private(folder / TEMPLATE, _pickled(template))
-            command = [sys.executable, "-m", "rapidformer_templates.run.launch_from_python", str(folder)]
-            try:
-                launch.run_workers(command, count, port, variables, resumes, shown=not launch.is_script())
-            except ReportedError as report:
-                raise _worker_error(folder, report) from None
-            if not (folder / OUTCOME).exists():
-                hint = "one of your hooks may have called sys.exit()"
-                raise WorkerFailed("the workers ended without a result", hint=hint)
-            outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
-            load_callback_states(template.callbacks, outcome["callbacks"])
-            check_private(folder / WEIGHTS)
-            trained.append(torch.load(folder / WEIGHTS, weights_only=True, mmap=True))
-            summary: Summary = outcome["summary"]
-        return summary
+        port = template.config.launch.master_port
+
+        def attempt(count: int, changed: Flags) -> Summary:
+            with private_folder() as folder:
+                write_private(folder / TEMPLATE, _pickled(template, changed))
+                command = [sys.executable, "-m", "rapidformer_templates.run.launch_from_python", str(folder)]
+                try:
+                    launch.run_workers(command, count, port, variables, resumes, shown=not launch.is_script())
+                except ReportedError as report:
+                    raise _worker_error(folder, report) from None
+                if not (folder / OUTCOME).exists():
+                    hint = "one of your hooks may have called sys.exit()"
+                    raise WorkerFailed("the workers ended without a result", hint=hint)
+                outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+                load_callback_states(template.callbacks, outcome["callbacks"])
+                check_private(folder / WEIGHTS)
+                trained.append(torch.load(folder / WEIGHTS, weights_only=True, mmap=True))
+                summary: Summary = outcome["summary"]
+            return summary
+
+        return run_with_restarts(template, attempt)
 
     return record_outcome(train), trained[0]
 
 
-def _pickled(template: Template) -> bytes:
-    """Pickle a template without the attributes that a run adds.
+def _pickled(template: Template, changed: Flags) -> bytes:
+    """Pickle a template with other values of some flags, and without the attributes that a run adds.
 
     Raises:
         ConfigError: something in it cannot be pickled.
@@ -79,6 +84,7 @@ def _pickled(template: Template) -> bytes:
     bare = copy.copy(template)
     for name in RUN_ATTRIBUTES:
         vars(bare).pop(name, None)
+    bare.override_flags(changed)
     try:
         return cloudpickle.dumps(bare)
     except Exception as error:

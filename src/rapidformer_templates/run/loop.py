@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
+from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.engines.side_effects import evaluating
@@ -204,9 +205,20 @@ class Loop:
         pin = flags.dataloader_pin_memory if flags.dataloader_pin_memory is not None else is_async
         assert run.data.train is not None
         batches = load(run.data.train, run.data, requests, workers=workers, pin_memory=pin)
+        if run.config.launch.min_workers is not None:
+            batches = self._with_random_keys(batches)
         # The host counts targets before a batch moves to the device. The batches of the next step are copied while
         # this step is computed.
         return on_device(map(run.with_target_count, batches), run.workers.device, ahead=sizes.accumulation)
+
+    def _with_random_keys(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Let the random numbers of each micro batch depend only on the seed, the step and its number in the step."""
+        seed, rank, sizes = self.run.config.training.seed, self.run.workers.data_rank, self.run.plan.sizes
+        first = self.run.position.step * sizes.accumulation
+        for index, microbatch in enumerate(batches, first):
+            step, turn = divmod(index, sizes.accumulation)
+            microbatch.random_key = (seed, Stream.FORWARD, step, rank + turn * sizes.data)
+            yield microbatch
 
     def _exchange(self, microbatches: list[MicroBatch], stop: StopRequest) -> Exchanged:
         """Return the sums over all ranks. Workers of one replica have the same batches, so only one of them counts."""

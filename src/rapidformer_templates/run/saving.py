@@ -11,8 +11,8 @@ from pathlib import Path
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import WithoutAverages
 from rapidformer_templates.errors import CheckpointError, StorageFailed
+from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import sample_flags
-from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
@@ -157,28 +157,34 @@ def restore_run(run: Run) -> Position:
     saved.best = _best_of_this_run(saved, path, folder, workers)
     if saved.best is None:
         saved.evaluations_since_best = 0
-    restore_engine(reader, engine, training, workers)
+    restore_engine(reader, engine, run.config, workers)
     return saved
 
 
-def restore_engine(reader: Reader, engine: Engine, training: TrainingFlags, workers: Workers) -> None:
+def restore_engine(reader: Reader, engine: Engine, config: RunConfig, workers: Workers) -> None:
     """Restore engine and random state from a checkpoint.
 
     Raises:
         CheckpointError: the optimizer or a tensor differs. Nothing has been changed.
     """
     _check_optimizer(reader, engine)
-    engine.load(reader if training.ema_decay is not None else WithoutAverages(reader), optimizer=True)
+    engine.load(reader if config.training.ema_decay is not None else WithoutAverages(reader), optimizer=True)
     engine.load_state(reader.state["engine"])
 
     saved = reader.state.get("layout", [1, reader.state["world"], 1])
     if saved == workers.dimensions:
         restore(*reader.random_state(workers.rank))
         return
-    # Other workers have other random streams. Seeding them with the step avoids repeating earlier numbers.
-    seed_all(training.seed + 1 + workers.stream + int(reader.state["step"]) * workers.world)
+    # Other workers have other random streams. Seeding them with the step avoids repeating earlier numbers, and every
+    # try to resume draws the same ones.
+    seed_all(config.training.seed + 1 + workers.stream + int(reader.state["step"]) * workers.world)
     by = f"{' × '.join(map(str, saved))} workers" if math.prod(saved) > saved[1] else f"{saved[1]} workers"
-    say(workers, f"random states were saved by {by}: reseeded for {workers.world}")
+    divided_alike = (saved[0], saved[2:]) == (workers.dimensions[0], workers.dimensions[2:])
+    if config.launch.min_workers is not None and divided_alike:
+        dropout = "dropout does not depend on them (--min-workers)"
+    else:
+        dropout = "dropout draws other masks (a run with --min-workers draws the same ones with fewer replicas)"
+    say(workers, f"random states were saved by {by}: reseeded for {workers.world}; {dropout}")
 
 
 NOT_COMPARED = {"template", "--resume", "--save", "--load", "--overwrite", "--config", "--user-script"}

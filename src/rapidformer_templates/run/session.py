@@ -307,7 +307,7 @@ class Session:
         """
         reader = checkpoint.Reader(checkpoint_to_load(Path(folder), self.workers))
         check_base(reader, self._run.position.base)
-        restore_engine(reader, self._run.engine, self._run.config.training, self.workers)
+        restore_engine(reader, self._run.engine, self._run.config, self.workers)
         self._run.position.step = int(reader.state["step"])
         self._run.position.samples, self._run.position.tokens = reader.state["samples"], reader.state["tokens"]
         return dict(reader.state.get("own", {}))

@@ -174,11 +174,13 @@ def raise_first_error(
         raise Interrupted(message, hint="start it again", saved=resumes())
     first = min(others, key=_failure_time)
     if "told_at" in first.report:
-        raise ReportedError(first.report["message"], first.status if first.status > 0 else 1, first.rank)
+        lost = 0 if is_requested else first.report.get("lost_workers", 0)
+        raise ReportedError(first.report["message"], first.status if first.status > 0 else 1, first.rank, lost)
     memory = "out of memory is the usual cause of SIGKILL; " if first.status == -signal.SIGKILL else ""
     raise WorkerFailed(
         f"worker {first.rank} {first.describe_end} after {time.time() - started:.0f} s; the others were stopped",
         hint=f"{memory}--resume continues from the last checkpoint",
+        lost_workers=0 if is_requested else max(1, sum(failure.is_loss for failure in others)),
     )
 
 
@@ -203,13 +205,15 @@ def report_errors(body: Callable[[], T]) -> T:
 
 def report_error(error: Exception) -> NoReturn:
     """Report a worker's error as :func:`report_errors` does, and exit. Any thread may call this."""
+    lost = 0
     if isinstance(error, RapidformerError):
-        text, status = error.render(), error.exit_status
+        text, status, lost = error.render(), error.exit_status, error.lost_workers
     else:
         text, status = "".join(traceback.format_exception(error)).rstrip(), 1
     path = os.environ.get(ERROR_FILE)
     if path and Path(path).parent.exists():  # if the launcher was killed, nobody reads the file
-        report: ErrorRecord = {"message": text, "timestamp": int(time.time()), "told_at": time.time()}
+        now = time.time()
+        report: ErrorRecord = {"message": text, "timestamp": int(now), "told_at": now, "lost_workers": lost}
         if isinstance(error, Interrupted):
             report["interrupted"] = {"message": error.message, "hint": error.hint, "saved": error.saved}
         write_private(Path(path), json.dumps(report).encode())

@@ -30,6 +30,18 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators of the host and of the current device.
+
+    It takes a few microseconds. ``torch.manual_seed`` takes 0.3 ms if a device that torch supports is not in use,
+    because it records a stack trace for each.
+    """
+    torch.default_generator.manual_seed(seed)
+    device = accelerator.in_use()
+    if device is not None:
+        torch.get_device_module(device).manual_seed(seed)
+
+
 def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the state as (tensors, text) for :func:`restore`."""
     version, words, gauss = random.getstate()

@@ -171,11 +171,15 @@ class InterruptedFields(TypedDict):
 
 
 class ErrorRecord(TypedDict, total=False):
-    """The contents of a worker's error file, as JSON. ``told_at`` is the time at which the worker wrote it."""
+    """The contents of a worker's error file, as JSON.
+
+    ``told_at`` is the time at which the worker wrote it, ``lost_workers`` the attribute of the error.
+    """
 
     message: str
     timestamp: int
     told_at: float
+    lost_workers: int
     interrupted: InterruptedFields
 
 
@@ -194,6 +198,11 @@ class Failure:
     status: int
     noticed: float
     report: ErrorRecord = field(default_factory=ErrorRecord)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the worker ended without an error to report and without a request, as if something had killed it."""
+        return "told_at" not in self.report and self.noticed < math.inf and self.status != -signal.SIGTERM
 
     @property
     def describe_end(self) -> str:

@@ -20,7 +20,7 @@ from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.recomputation import checkpointed_forward
-from rapidformer_templates.engines.step import Step
+from rapidformer_templates.engines.step import Step, seed_forward
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.switches.layout.pipeline import StageRunner
 from rapidformer_templates.switches.layout.schedule import LEAVING, Action, Kind, with_transfers
@@ -259,7 +259,8 @@ class PipelineStep(Step):
 
         def body() -> torch.Tensor:
             if stage == engine.last_stage:
-                return self._end_forward(engine.compute_loss(*self._begin_forward(microbatch)))
+                return self._end_forward(engine.compute_loss(*self._begin_forward(microbatch, stage)))
+            seed_forward(microbatch, stage)
             with engine._forward_context(microbatch) as batch:
                 return engine.compute_loss(engine.model, batch)
 
