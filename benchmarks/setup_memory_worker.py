@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import peft  # noqa: F401 - a worker must not grow by its imports
 import torch
 import transformers.models.llama.modeling_llama
-import transformers.models.mixtral.modeling_mixtral  # noqa: F401 - a worker must not grow by its imports
+import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import modeling_utils
 
@@ -225,6 +225,31 @@ def test_tensors_of_files_are_used_like_others(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     first, *others = run_in_workers(3, _build_unusual, tmp_path / "model.safetensors")
     assert all(exchanges == first for exchanges in others)
+
+
+def _use_twice(workers: Workers, path: Path) -> list[tuple[bool, bool]]:
+    """Return whether each tensor of a file is still in the file, and in memory, after all were read and one written."""
+    construction, whole = ModelUnderConstruction(), load_file(path)
+    with divided_construction(construction):
+        with modeling_utils.safe_open(path, framework="pt") as file:
+            tensors = [nn.Parameter(file.get_slice(name)[...], requires_grad=False) for name in ("read", "written")]
+        for _ in range(2):
+            assert torch.equal(tensors[0].sum(), whole["read"].sum())
+            construction.divide_all()
+        tensors[1].mul_(2.0)
+        construction.divide_all()
+        storages = construction.storages_of(tensors)
+        places = [(storage.source is not None, storage.share is not None) for storage in storages]
+        construction.finish()
+    assert torch.equal(tensors[0], whole["read"])
+    assert torch.equal(tensors[1], whole["written"] * 2.0)
+    return places
+
+
+def test_only_what_was_written_needs_memory(tmp_path: Path) -> None:
+    save_file({"read": torch.randn(64, 65), "written": torch.randn(64, 65)}, tmp_path / "model.safetensors")
+    for places in run_in_workers(2, _use_twice, tmp_path / "model.safetensors"):
+        assert places == [(True, False), (False, True)]
 
 
 STEPS = "--train-iters 2 --global-batch-size 4 --lr 1e-3 --log-interval 1"

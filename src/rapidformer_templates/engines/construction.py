@@ -43,8 +43,8 @@ class DividedStorage:
         size: its bytes.
         dtype: the type of its elements.
         number: how many others were added before. The same on all workers.
-        share: the bytes of this worker's share. None before the first division.
-        source: the tensor in files that the share will be read from, or None.
+        share: the bytes of this worker's share. None before the first division, and while ``source`` has the values.
+        source: the tensor in files with the values. None once they were written.
         is_whole: whether the storage has all of its bytes on this worker.
         is_changed: whether it was written since its last division.
     """
@@ -86,15 +86,13 @@ def room_for(size: int, workers: int, least: int = LEAST_WHOLE) -> int:
 
 
 class ModelUnderConstruction:
-    """Divides the parameters of a model over the workers of a group while the model is built.
+    """Divides the parameters of a model over the workers while the model is built.
 
     Every worker must execute the same operations on parameters, because gathering and dividing are collectives. All
-    workers get the values of the group's first worker.
-
-    Args:
-        group: the process group. None for all workers.
+    workers get the values of the first one.
 
     Attributes:
+        group: the workers that divide the model. None for all of them.
         least_whole: bytes that may always be whole at a time. See :func:`room_for` for a large model.
         divisions: how many times a storage was divided over the workers.
         gathers: how many times a storage was gathered.
@@ -102,9 +100,9 @@ class ModelUnderConstruction:
 
     least_whole = LEAST_WHOLE
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.world, self.rank = dist.get_world_size(), dist.get_rank()
         self.divisions = self.gathers = 0
         self.is_paused = False
         self._storages: dict[int, DividedStorage] = {}
@@ -200,7 +198,7 @@ class ModelUnderConstruction:
         for storage in used.values():
             self._gather(storage)
         for storage in self.storages_of(written):
-            storage.is_changed = True
+            storage.is_changed, storage.source = True, None
 
     def overwrite(self, tensor: torch.Tensor) -> bool:
         """Give a tensor that is about to be overwritten its memory. Return False if it does not fill its storage."""
@@ -285,10 +283,9 @@ class ModelUnderConstruction:
                 if starts is not None:  # nothing must be exchanged
                     storage.source.read_into(part.view(-1), starts[self.rank])
                     return part
-                self._read_share(storage)
-            assert storage.share is not None
+            share = self._share_of(storage)
             count = storage.share_size(self.world) // tensor.element_size()
-            self._exchange(storage.share.view(tensor.dtype), part, exchanges_of(shape, parts, count, self.rank))
+            self._exchange(share.view(tensor.dtype), part, exchanges_of(shape, parts, count, self.rank))
             return part
 
     def _exchange(self, share: torch.Tensor, part: torch.Tensor, exchanges: Sequence[PartExchange]) -> None:
@@ -392,12 +389,15 @@ class ModelUnderConstruction:
         storage.resize_(0)
         return tensor
 
-    def _read_share(self, storage: DividedStorage) -> None:
-        assert storage.source is not None
+    def _share_of(self, storage: DividedStorage) -> torch.Tensor:
+        """Return this worker's share of a divided storage. A share in a file is read each time."""
+        if storage.source is None:
+            assert storage.share is not None
+            return storage.share
         share = torch.zeros(storage.share_size(self.world) // storage.dtype.itemsize, dtype=storage.dtype)
         start, end = self.rank * len(share), storage.size // storage.dtype.itemsize
         storage.source.read_into(share[: max(0, end - start)], start)
-        storage.share, storage.source = share.view(torch.uint8), None
+        return share.view(torch.uint8)
 
     def _mark_whole(self, storage: DividedStorage) -> None:
         if self._whole.pop(storage.key, None) is None:
@@ -460,9 +460,6 @@ class ModelUnderConstruction:
 
     def _gather(self, storage: DividedStorage) -> None:
         if not storage.is_whole:
-            if storage.source is not None:
-                self._read_share(storage)
-            assert storage.share is not None
             storage.storage.resize_(storage.size)
             self._collect(storage, [range(storage.size)] * self.world, storage.all_bytes())
             self.gathers += 1
@@ -475,11 +472,10 @@ class ModelUnderConstruction:
         Args:
             needed: the bytes that each worker needs.
         """
-        assert storage.share is not None
-        size, own = storage.share_size(self.world), needed[self.rank]
+        size, own, share = storage.share_size(self.world), needed[self.rank], self._share_of(storage)
         begin, works = self.rank * size, []
         for peer, of_peer in enumerate(needed):
-            sent = storage.share[max(0, of_peer.start - begin) : max(0, of_peer.stop - begin)]
+            sent = share[max(0, of_peer.start - begin) : max(0, of_peer.stop - begin)]
             place = target[max(0, peer * size - own.start) : max(0, min((peer + 1) * size, own.stop) - own.start)]
             if peer == self.rank:
                 place.copy_(sent)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -442,14 +443,35 @@ class DDPEngine(SingleEngine):
 
     def _distribute(self) -> nn.Module:
         device = self.workers.device
+        self._send_first_values()
         ddp = DistributedDataParallel(
             self.model,
             device_ids=[device.index] if accelerator.is_asynchronous(device) else None,
             gradient_as_bucket_view=True,
+            init_sync=False,
         )
         if self._accumulates:
             ddp.register_comm_hook(None, lambda _, bucket: self._average_if_last(bucket))
         return ddp
+
+    def _send_first_values(self) -> None:
+        """Give all workers the first one's values of the tensors that all have. DDP would copy 250 MB of them at a time.
+
+        Raises:
+            RapidformerError: the workers have built different models.
+        """
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        tensors = {name: tensor.detach() for name, tensor in named if not isinstance(tensor, DTensor)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for rank, others in enumerate(self.workers.gather(shapes)):
+            if differing := sorted(dict(shapes.items() ^ others.items())):
+                message = f"workers {self.workers.rank} and {rank} have built different models: {differing[0]}"
+                raise RapidformerError(message, where="build_model()", hint="build the same layers on each worker")
+        for tensor in tensors.values():
+            values = tensor.contiguous()
+            dist.broadcast(values, src=0)
+            if values is not tensor:
+                tensor.copy_(values)
 
     def _average_if_last(self, bucket: Any) -> Future[torch.Tensor]:
         """All-reduce a ``GradBucket`` of DDP in the last micro batch of a step. Leave it unchanged before that."""

@@ -120,8 +120,8 @@ def test_the_predicted_peak_is_measured(flags: str) -> None:
     of_model = ModelShapes(lambda _: with_switches(Layers(WIDTH), LayersJob(given).config, plan), dict)
     predicted = setup_memory(of_model, layout_of(plan), memory_options_of(plan, of_model.width))
     whole = LAYERS * WIDTH**2 * 4
-    # DDP packs all parameters to send them. FSDP has its share and 16 MiB of whole layers.
-    assert predicted.host == (whole // 2 + 4 * 2**22 if flags else 2 * whole)
+    # DDP has the model and draws one layer. FSDP has its share and 16 MiB of whole layers.
+    assert predicted.host == (whole // 2 + 4 * 2**22 if flags else whole + whole // LAYERS)
     assert_predicted(predicted, LayersJob, 2, given)
 
 
@@ -188,7 +188,7 @@ def test_a_node_needs_the_memory_of_all_its_workers() -> None:
     whole, layer = LAYERS * WIDTH**2 * 4, WIDTH**2 * 4
     replicas = setup_memory(of_model, Layout(data=8), GPUS)
     assert replicas.host == whole + layer
-    assert replicas.device == 2 * whole
+    assert replicas.device == whole + layer
     shares = setup_memory(of_model, Layout(data=8, partitioning="fsdp"), replace(GPUS, builds_in_shares=True))
     assert shares.host == whole // 8 + 4 * layer
     assert shares.device == whole // 8

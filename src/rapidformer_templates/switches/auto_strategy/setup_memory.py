@@ -10,9 +10,6 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShape
 from rapidformer_templates.switches.auto_strategy.results import SetupMemory
 from rapidformer_templates.switches.auto_strategy.stage_memory import peak_stage_candidates
 
-PACKED_BY_DDP = 250 * 2**20
-"""Bytes of parameters that DDP packs at a time to send the values of the first worker."""
-
 
 def setup_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> SetupMemory:
     """Predict the memory of the worker that needs most.
@@ -56,12 +53,9 @@ def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, larg
             exact = 0 if setting.precision == "fp32" else _built_bytes(everything)  # until the masters have the values
             return states.parameters + states.optimizer, exact
     owned = _built_bytes([facts.among(layout.experts) for facts in everything])
-    if layout.replicas == 1:
-        return owned, largest
-    packed = min(_built_bytes([p for p in everything if layout.experts == 1 or not p.is_expert]), PACKED_BY_DDP)
-    if layout.partitioning == "oss" and not setting.gpu:
-        packed += owned  # fairscale copies the parameters of each owner into a buffer, and freed memory stays
-    return owned, packed
+    if layout.partitioning == "oss" and layout.replicas > 1 and not setting.gpu:
+        return owned, owned  # fairscale copies the parameters of each owner into a buffer, and freed memory stays
+    return owned, largest
 
 
 def _built_bytes(parameters: list[ParameterShape]) -> int:
