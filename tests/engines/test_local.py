@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from rapidformer_templates.engines.assembly import Assembly
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.planning.registry import load_object
+from rapidformer_templates.planning.resolve import resolve
+from tests.support.combinations import place
 from tests.support.jobs import JOBS
 from tests.support.parity import reference, train
+from tests.support.requests import config_of
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
@@ -48,6 +57,40 @@ def _train_all(workers: Any, kinds: Kinds, layouts: dict[str, str]) -> dict[tupl
     if workers is not None:
         cases += [("causal", False, name, flags) for name, flags in PRECISIONS.items()]
     return {(job, double, name): train(job, double, flags) for job, double, name, flags in cases}
+
+
+def _values_after_setup(workers: Any, sizes: Sequence[int]) -> tuple[list[torch.Tensor], str]:
+    """Return the tensors of a model of which each worker has built another one, and the error if that is refused."""
+    plan = resolve(config_of(""), place(workers.world, "Trainer"))
+    torch.manual_seed(workers.rank)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, sizes[workers.rank]))
+    model[1].register_buffer("mask", torch.rand(6) < 0.5)
+    model[0].weight.data = torch.randn(4, 6).t()  # not contiguous
+    engine = load_object(plan.engine)(plan, workers, clip_grad=0.0)
+    try:
+        engine.setup(Assembly(model), OptimizerSpec(torch.optim.SGD, {"lr": 0.1}), lambda model, batch: model(batch))
+    except RapidformerError as error:
+        return [], str(error)
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())], ""
+
+
+@pytest.mark.distributed
+def test_ddp_begins_with_the_values_of_the_first_worker() -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+    mask, weight = torch.rand(6) < 0.5, torch.randn(4, 6).t()
+    expected = [weight, first[0].bias, *first[1].parameters(), *first[2].parameters(), *first[1].buffers(), mask]
+    for values, error in run_in_workers(2, _values_after_setup, (3, 3)):
+        assert not error
+        assert len(values) == len(expected)
+        for value, wanted in zip(values, expected, strict=True):
+            assert torch.equal(value, wanted)
+
+
+@pytest.mark.distributed
+def test_ddp_refuses_different_models() -> None:
+    for rank, (_, error) in enumerate(run_in_workers(2, _values_after_setup, (3, 5))):
+        assert f"workers {rank} and {1 - rank} have built different models: 2.bias" in error
 
 
 @pytest.fixture(scope="module")

@@ -455,7 +455,7 @@ class DDPEngine(SingleEngine):
         return ddp
 
     def _send_first_values(self) -> None:
-        """Give all workers the first one's values of the tensors that all have. DDP would copy 250 MB of them at a time.
+        """Give all workers the first one's values, in place. DDP would copy 250 MB at a time.
 
         Raises:
             RapidformerError: the workers have built different models.
