@@ -212,6 +212,7 @@ ELSEWHERE = {
     "dataloader_pin_memory": "tests/test_gpu.py",
     "precompute_reference": "tests/run/test_preferences.py",
     "async_save": "tests/run/test_loop.py",
+    "mirror": "tests/run/test_mirror.py",
     "run_name": "tests/run/test_trackers.py",
     "revision": "tests/run/test_hub.py",
     "data_config": "tests/run/test_hub.py",

@@ -410,6 +410,13 @@ class TrainingFlags:
         minimum=0,
     )
     async_save: bool = flag(False, "save in the background; training waits only for the copy to host memory")
+    mirror: str | None = flag(
+        None,
+        "copy checkpoints and results to object storage (s3://, gs://, abfs://, file:// …) during the training; "
+        "--resume takes them from there if --save is empty",
+        metavar="URL",
+        only_with=("save", "DIR"),
+    )
     profile: int | None = flag(
         None,
         "profile N steps after a warm-up (5 without N): writes a trace, a table and the causes of idle time to "

@@ -190,6 +190,33 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
     )
 
 
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "adl": "adlfs"}
+"""The packages of kinds of storage that fsspec knows but does not contain."""
+
+
+def check_mirror(url: str) -> None:
+    """Check that the file system of a URL is known and installed. Does not connect.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    from fsspec import get_filesystem_class
+
+    protocol = url.partition("://")[0] if "://" in url else "file"
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        package = PACKAGES.get(protocol)
+        hint = f"pip install {package}" if package else str(error)
+        raise ConfigError(f"{protocol}:// needs another package", where="--mirror", hint=hint) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"unknown kind of storage '{protocol}://'",
+            where="--mirror",
+            hint="give a URL such as s3://bucket/run, gs://bucket/run, abfs://container/run or file:///folder",
+        ) from error
+
+
 def check_folder(config: RunConfig) -> None:
     """Check that the run may use the folder of ``--save``, and that it has one if it needs one.
 
@@ -214,3 +241,5 @@ def check_folder(config: RunConfig) -> None:
                     hint="give another --save, or copy that elsewhere first",
                 )
         try_folder(folder.path)
+        if training.mirror:
+            check_mirror(training.mirror)

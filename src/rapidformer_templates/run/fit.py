@@ -30,6 +30,7 @@ from rapidformer_templates.run.hooks import checked_schedule, restore_callbacks
 from rapidformer_templates.run.lock import lock_folder
 from rapidformer_templates.run.log import open_log
 from rapidformer_templates.run.loop import Loop
+from rapidformer_templates.run.mirror import mirrored
 from rapidformer_templates.run.performance import Meter, open_profile
 from rapidformer_templates.run.push_to_hub import check_push, create_repository, push_export, write_card
 from rapidformer_templates.run.receipts import Receipts
@@ -186,7 +187,8 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
                 f"the file system of {folder.path} does not support locks: do not start a second run there",
                 loud=True,
             )
-        yield folder
+        with mirrored(training, folder, workers):
+            yield folder
 
 
 def evaluate(template: Template, reference: Callable[[], nn.Module] | None = None) -> dict[str, float]:

@@ -1,0 +1,327 @@
+"""Copies a run to object storage while it trains, and fetches it from there for ``--resume``.
+
+The storage is any of fsspec, such as ``s3://bucket/run``. A thread of the main worker copies each finished checkpoint.
+``manifest.json`` is the last file of a checkpoint that is written, and the first that is deleted. A checkpoint without
+it does not count. The checksums in it are verified after a download. An error never ends the training: it is reported,
+and the copy is tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.errors import CheckpointError, ConfigError, RapidformerError
+from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.run.checkpoint.check import problem_of
+from rapidformer_templates.run.checkpoint.format import candidates
+from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.system import files as storage
+from rapidformer_templates.system.files import sync
+from rapidformer_templates.system.terminal import say
+from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+POLL_SECONDS = 2.0
+"""Seconds between two looks for a new checkpoint."""
+
+MAX_PAUSE_SECONDS = 300.0
+"""Longest pause before a copy that has failed is tried again. The first one is a second, and each is twice the last."""
+
+MANIFEST = "manifest.json"
+WITH_CHECKPOINTS = ("plan.json", "reference.safetensors", "metrics.jsonl")
+"""Files that a resumed run needs in addition to a checkpoint."""
+
+AT_END = ("deepspeed.json", "summary.json", "curves.png", "model", "export")
+
+
+class Mirror:
+    """The copy of a run folder under a URL.
+
+    Args:
+        resumes: whether the run continues the one in its folder or under the URL. Otherwise the checkpoints that are
+            in the folder now belong to a run that will be overwritten, and are not copied.
+        overwrites: whether to delete another run's checkpoints under the URL before the first copy.
+    """
+
+    def __init__(self, url: str, folder: RunFolder, workers: Workers, *, resumes: bool, overwrites: bool) -> None:
+        self.url = url
+        self._folder, self._workers = folder, workers
+        self._resumes, self._overwrites = resumes, overwrites
+        self._others: dict[str, int] = {}
+        self._others = {} if resumes else self._local()
+        self._copied: dict[str, int] = {}
+        self._damaged: set[str] = set()
+        """The checkpoints under the URL that are complete but not intact."""
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
+
+    # Copy.
+
+    def start(self) -> None:
+        """Begin to copy checkpoints as soon as they are finished."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Copy what is missing, with the results of the run. Errors are reported."""
+        self._is_ending.set()
+        self._thread.join()
+        if not self._local():
+            return
+        problem = ""
+        for pause in (*storage.RETRY_SECONDS, None):
+            try:
+                self._copy()
+                self._copy_files((*WITH_CHECKPOINTS, *AT_END))
+            except Exception as error:
+                problem = _reason(error)
+            else:
+                say(self._workers, f"the run is copied to {self.url}")
+                return
+            if pause is not None:
+                say(self._workers, f"copying to {self.url} failed: {problem}; trying again in {pause} s", loud=True)
+                threading.Event().wait(pause)
+        say(self._workers, f"{self.url} is incomplete: {problem}; {self._folder.path} has everything", loud=True)
+
+    def _follow(self) -> None:
+        pause = 1.0
+        while not self._is_ending.wait(POLL_SECONDS):
+            if self._local() == self._copied:
+                continue
+            try:
+                self._copy()
+                pause = 1.0
+            except Exception as error:  # each kind of storage has its own
+                problem = f"copying to {self.url} failed: {_reason(error)}"
+                say(self._workers, f"{problem}; trying again in {pause:g} s", loud=True)
+                self._is_ending.wait(pause)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+
+    def _local(self) -> dict[str, int]:
+        """Return when each finished checkpoint of this run was written, newest first."""
+        found = {}
+        with suppress(CheckpointError):
+            for path in candidates(self._folder.checkpoints):
+                with suppress(OSError):  # deleted in the meantime
+                    found[path.name] = (path / MANIFEST).stat().st_mtime_ns
+        return {name: time for name, time in found.items() if self._others.get(name) != time}
+
+    def _copy(self) -> None:
+        """Copy the checkpoints that are missing, and delete those that the run has deleted."""
+        local = self._local()
+        if not local:
+            return
+        target, root = self._open()
+        there = _checkpoints(target, root)
+        if there and not self._resumes and not self._copied:
+            if not self._overwrites:
+                raise _other_run(self.url)
+            target.rm(f"{root}/checkpoints", recursive=True)
+            there = {}
+        self._copy_files(WITH_CHECKPOINTS)
+        for name in local:
+            self._copy_checkpoint(target, f"{root}/checkpoints/{name}", name, there.get(name, {}))
+        for name in there.keys() - local.keys():
+            if int(name.removeprefix("step-")) < max(int(n.removeprefix("step-")) for n in local):
+                _delete(target, f"{root}/checkpoints/{name}", there[name])
+        self._copied = local
+
+    def _copy_checkpoint(self, target: AbstractFileSystem, remote: str, name: str, there: dict[str, int]) -> None:
+        """Copy a checkpoint unless it is already there. Its manifest comes last, after the sizes are verified."""
+        source = self._folder.checkpoints / name
+        try:
+            manifest = (source / MANIFEST).read_bytes()
+            sizes = {file: seal["bytes"] for file, seal in json.loads(manifest)["files"].items()}
+            if MANIFEST in there:
+                is_same = target.cat_file(f"{remote}/{MANIFEST}") == manifest
+                if is_same and name not in self._damaged and sizes.items() <= there.items():
+                    return
+                target.rm_file(f"{remote}/{MANIFEST}")
+            target.makedirs(remote, exist_ok=True)
+            for file in sizes:
+                target.put_file(str(source / file), f"{remote}/{file}")
+            target.invalidate_cache()
+            copied = {file: target.info(f"{remote}/{file}")["size"] for file in sizes}
+            if copied != sizes:
+                raise OSError(f"{name} has other sizes there than here")
+            target.put_file(str(source / MANIFEST), f"{remote}/{MANIFEST}")
+        except FileNotFoundError:
+            if source.exists():  # otherwise the run has deleted it in the meantime
+                raise
+
+    def _copy_files(self, names: tuple[str, ...]) -> None:
+        target, root = self._open()
+        for name in names:
+            path = self._folder.path / name
+            inner = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+            for file in inner:
+                if file.exists():
+                    remote = f"{root}/{file.relative_to(self._folder.path).as_posix()}"
+                    target.makedirs(remote.rpartition("/")[0], exist_ok=True)
+                    target.put_file(str(file), remote)
+
+    # Fetch.
+
+    def refuse_other_run(self) -> None:
+        """Refuse a new run if another one is under the URL. If it cannot be read, that is only reported.
+
+        Raises:
+            ConfigError: there are checkpoints.
+        """
+        try:
+            there = _checkpoints(*self._open())
+        except Exception as error:
+            say(self._workers, f"{self.url} cannot be read: {_reason(error)}", loud=True)
+            return
+        if there:
+            raise _other_run(self.url)
+
+    def fetch(self) -> None:
+        """Fetch the newest complete checkpoint, the best one, and the files that a resumed run needs.
+
+        Raises:
+            CheckpointError: the storage cannot be read, or no checkpoint in it is intact.
+        """
+        try:
+            target, root = self._open()
+            there = _checkpoints(target, root)
+            self._fetch_from(target, root, {name: sizes for name, sizes in there.items() if MANIFEST in sizes})
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.url} cannot be read: {_reason(error)}",
+                where="--mirror",
+                hint="check the address and the network, or leave --mirror out to start from the beginning",
+            ) from error
+
+    def _fetch_from(self, target: AbstractFileSystem, root: str, there: dict[str, dict[str, int]]) -> None:
+        problems = []
+        for name in sorted(there, key=lambda n: int(n.removeprefix("step-")), reverse=True):
+            problem = self._fetch_checkpoint(target, f"{root}/checkpoints/{name}", name, there[name])
+            if problem is None:
+                break
+            problems.append(f"{name}: {problem}")
+            self._damaged.add(name)
+            say(self._workers, f"skipped {self.url}/checkpoints/{name}: {problem}", loud=True)
+        else:
+            if problems:
+                raise CheckpointError(f"no checkpoint in {self.url} is intact: {'; '.join(problems)}", where="--mirror")
+            return
+        names = [name]
+        state = json.loads((self._folder.checkpoints / f"{name}.tmp" / "state.json").read_text(encoding="utf-8"))
+        best = f"step-{state['best']['step']}" if state.get("best") else name
+        if best != name and best in there:
+            problem = self._fetch_checkpoint(target, f"{root}/checkpoints/{best}", best, there[best])
+            names += [best] if problem is None else []
+        for file in WITH_CHECKPOINTS:
+            path = self._folder.path / file
+            with suppress(FileNotFoundError):
+                if not path.exists():
+                    target.get_file(f"{root}/{file}", f"{path}.tmp")
+                    Path(f"{path}.tmp").rename(path)
+        for finished in names:
+            (self._folder.checkpoints / f"{finished}.tmp").rename(self._folder.checkpoints / finished)
+        sync(self._folder.checkpoints)
+        say(self._workers, f"fetched {' and '.join(names)} from {self.url}")
+
+    def _fetch_checkpoint(self, target: AbstractFileSystem, remote: str, name: str, sizes: dict[str, int]) -> str | None:
+        """Download a checkpoint to a temporary folder. Returns what is wrong with it, or None."""
+        folder = self._folder.checkpoints / f"{name}.tmp"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for file in sizes:
+            target.get_file(f"{remote}/{file}", str(folder / file))
+            sync(folder / file)
+        problem = problem_of(folder)
+        if problem:
+            shutil.rmtree(folder)
+        else:
+            sync(folder)
+        return problem
+
+    def _open(self) -> tuple[AbstractFileSystem, str]:
+        """Return the file system and the path of the copy in it."""
+        from fsspec.core import url_to_fs
+
+        target, path = url_to_fs(self.url)
+        target.invalidate_cache()
+        return target, path.rstrip("/")
+
+
+def _checkpoints(target: AbstractFileSystem, root: str) -> dict[str, dict[str, int]]:
+    """Return the size of each file of each checkpoint under a path, by checkpoint."""
+    there: dict[str, dict[str, int]] = {}
+    for folder in _entries(target, f"{root}/checkpoints"):
+        name = folder["name"].rstrip("/").rpartition("/")[2]
+        if name.startswith("step-") and name.removeprefix("step-").isdecimal():
+            files = _entries(target, f"{root}/checkpoints/{name}")
+            there[name] = {file["name"].rpartition("/")[2]: file["size"] for file in files}
+    return there
+
+
+def _entries(target: AbstractFileSystem, path: str) -> list[dict[str, Any]]:
+    """Return the entries of a folder. ``find`` and ``exists`` of fsspec would hide that storage is not reachable."""
+    try:
+        entries: list[dict[str, Any]] = target.ls(path, detail=True)
+    except FileNotFoundError:
+        return []
+    return entries
+
+
+def _delete(target: AbstractFileSystem, folder: str, sizes: dict[str, int]) -> None:
+    if MANIFEST in sizes:
+        target.rm_file(f"{folder}/{MANIFEST}")
+    target.rm(folder, recursive=True)
+
+
+def _other_run(url: str) -> ConfigError:
+    return ConfigError(
+        f"{url} already holds the checkpoints of a run",
+        where="--mirror",
+        hint="--resume continues it, --overwrite deletes them, another --mirror leaves them alone",
+    )
+
+
+def _reason(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+@contextmanager
+def mirrored(training: TrainingFlags, folder: RunFolder, workers: Workers) -> Iterator[None]:
+    """Copy the run to ``--mirror`` inside the context. First fetch it from there if ``--resume`` has nothing here.
+
+    Raises:
+        ConfigError, CheckpointError: see :meth:`Mirror.refuse_other_run` and :meth:`Mirror.fetch`. Raised on all ranks.
+    """
+    if training.mirror is None:
+        yield
+        return
+    mirror, problem = None, None
+    if workers.is_main:
+        mirror = Mirror(training.mirror, folder, workers, resumes=training.resume, overwrites=training.overwrite)
+        try:
+            if training.resume and not candidates(folder.checkpoints):
+                mirror.fetch()
+            elif not training.resume and not training.overwrite:
+                mirror.refuse_other_run()
+        except RapidformerError as error:
+            problem = error
+    problem = workers.broadcast(problem)
+    if problem is not None:
+        raise problem
+    if mirror is None:
+        yield
+        return
+    mirror.start()
+    try:
+        yield
+    finally:
+        mirror.finish()
