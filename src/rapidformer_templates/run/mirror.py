@@ -106,12 +106,12 @@ class Mirror:
 
     def _local(self) -> dict[str, int]:
         """Return when each finished checkpoint of this run was written, newest first."""
-        found = {}
+        times = {}
         with suppress(CheckpointError):
             for path in candidates(self._folder.checkpoints):
                 with suppress(OSError):  # deleted in the meantime
-                    found[path.name] = (path / MANIFEST).stat().st_mtime_ns
-        return {name: time for name, time in found.items() if self._others.get(name) != time}
+                    times[path.name] = (path / MANIFEST).stat().st_mtime_ns
+        return {name: time for name, time in times.items() if self._others.get(name) != time}
 
     def _copy(self) -> None:
         """Copy the checkpoints that are missing, and delete those that the run has deleted."""
@@ -119,37 +119,39 @@ class Mirror:
         if not local:
             return
         target, root = self._open()
-        there = _checkpoints(target, root)
-        if there and not self._resumes and not self._copied:
+        remote_files = _checkpoints(target, root)
+        if remote_files and not self._resumes and not self._copied:
             if not self._overwrites:
                 raise _other_run(self.url)
             target.rm(f"{root}/checkpoints", recursive=True)
-            there = {}
+            remote_files = {}
         self._copy_files(WITH_CHECKPOINTS)
         for name in local:
-            self._copy_checkpoint(target, f"{root}/checkpoints/{name}", name, there.get(name, {}))
-        for name in there.keys() - local.keys():
+            self._copy_checkpoint(target, f"{root}/checkpoints/{name}", name, remote_files.get(name, {}))
+        for name in remote_files.keys() - local.keys():
             if int(name.removeprefix("step-")) < max(int(n.removeprefix("step-")) for n in local):
-                _delete(target, f"{root}/checkpoints/{name}", there[name])
+                _delete(target, f"{root}/checkpoints/{name}", remote_files[name])
         self._copied = local
 
-    def _copy_checkpoint(self, target: AbstractFileSystem, remote: str, name: str, there: dict[str, int]) -> None:
+    def _copy_checkpoint(
+        self, target: AbstractFileSystem, remote: str, name: str, remote_files: dict[str, int]
+    ) -> None:
         """Copy a checkpoint unless it is already there. Its manifest comes last, after the sizes are verified."""
         source = self._folder.checkpoints / name
         try:
             manifest = (source / MANIFEST).read_bytes()
             sizes = {file: seal["bytes"] for file, seal in json.loads(manifest)["files"].items()}
-            if MANIFEST in there:
+            if MANIFEST in remote_files:
                 is_same = target.cat_file(f"{remote}/{MANIFEST}") == manifest
-                if is_same and name not in self._damaged and sizes.items() <= there.items():
+                if is_same and name not in self._damaged and sizes.items() <= remote_files.items():
                     return
                 target.rm_file(f"{remote}/{MANIFEST}")
             target.makedirs(remote, exist_ok=True)
             for file in sizes:
                 target.put_file(str(source / file), f"{remote}/{file}")
             target.invalidate_cache()
-            copied = {file: target.info(f"{remote}/{file}")["size"] for file in sizes}
-            if copied != sizes:
+            sizes_there = {file: target.info(f"{remote}/{file}")["size"] for file in sizes}
+            if sizes_there != sizes:
                 raise OSError(f"{name} has other sizes there than here")
             target.put_file(str(source / MANIFEST), f"{remote}/{MANIFEST}")
         except FileNotFoundError:
@@ -176,11 +178,11 @@ class Mirror:
             ConfigError: there are checkpoints.
         """
         try:
-            there = _checkpoints(*self._open())
+            remote_files = _checkpoints(*self._open())
         except Exception as error:
             say(self._workers, f"{self.url} cannot be read: {_reason(error)}", loud=True)
             return
-        if there:
+        if remote_files:
             raise _other_run(self.url)
 
     def fetch(self) -> None:
@@ -191,8 +193,8 @@ class Mirror:
         """
         try:
             target, root = self._open()
-            there = _checkpoints(target, root)
-            self._fetch_from(target, root, {name: sizes for name, sizes in there.items() if MANIFEST in sizes})
+            remote_files = _checkpoints(target, root)
+            self._fetch_from(target, root, {name: sizes for name, sizes in remote_files.items() if MANIFEST in sizes})
         except CheckpointError:
             raise
         except Exception as error:
@@ -202,10 +204,10 @@ class Mirror:
                 hint="check the address and the network, or leave --mirror out to start from the beginning",
             ) from error
 
-    def _fetch_from(self, target: AbstractFileSystem, root: str, there: dict[str, dict[str, int]]) -> None:
+    def _fetch_from(self, target: AbstractFileSystem, root: str, remote_files: dict[str, dict[str, int]]) -> None:
         problems = []
-        for name in sorted(there, key=lambda n: int(n.removeprefix("step-")), reverse=True):
-            problem = self._fetch_checkpoint(target, f"{root}/checkpoints/{name}", name, there[name])
+        for name in sorted(remote_files, key=lambda n: int(n.removeprefix("step-")), reverse=True):
+            problem = self._fetch_checkpoint(target, f"{root}/checkpoints/{name}", name, remote_files[name])
             if problem is None:
                 break
             problems.append(f"{name}: {problem}")
@@ -218,8 +220,8 @@ class Mirror:
         names = [name]
         state = json.loads((self._folder.checkpoints / f"{name}.tmp" / "state.json").read_text(encoding="utf-8"))
         best = f"step-{state['best']['step']}" if state.get("best") else name
-        if best != name and best in there:
-            problem = self._fetch_checkpoint(target, f"{root}/checkpoints/{best}", best, there[best])
+        if best != name and best in remote_files:
+            problem = self._fetch_checkpoint(target, f"{root}/checkpoints/{best}", best, remote_files[best])
             names += [best] if problem is None else []
         for file in WITH_CHECKPOINTS:
             path = self._folder.path / file
@@ -227,12 +229,14 @@ class Mirror:
                 if not path.exists():
                     target.get_file(f"{root}/{file}", f"{path}.tmp")
                     Path(f"{path}.tmp").rename(path)
-        for finished in names:
-            (self._folder.checkpoints / f"{finished}.tmp").rename(self._folder.checkpoints / finished)
+        for step_name in names:
+            (self._folder.checkpoints / f"{step_name}.tmp").rename(self._folder.checkpoints / step_name)
         sync(self._folder.checkpoints)
         say(self._workers, f"fetched {' and '.join(names)} from {self.url}")
 
-    def _fetch_checkpoint(self, target: AbstractFileSystem, remote: str, name: str, sizes: dict[str, int]) -> str | None:
+    def _fetch_checkpoint(
+        self, target: AbstractFileSystem, remote: str, name: str, sizes: dict[str, int]
+    ) -> str | None:
         """Download a checkpoint to a temporary folder. Returns what is wrong with it, or None."""
         folder = self._folder.checkpoints / f"{name}.tmp"
         shutil.rmtree(folder, ignore_errors=True)
@@ -258,13 +262,13 @@ class Mirror:
 
 def _checkpoints(target: AbstractFileSystem, root: str) -> dict[str, dict[str, int]]:
     """Return the size of each file of each checkpoint under a path, by checkpoint."""
-    there: dict[str, dict[str, int]] = {}
+    remote_files: dict[str, dict[str, int]] = {}
     for folder in _entries(target, f"{root}/checkpoints"):
         name = folder["name"].rstrip("/").rpartition("/")[2]
         if name.startswith("step-") and name.removeprefix("step-").isdecimal():
             files = _entries(target, f"{root}/checkpoints/{name}")
-            there[name] = {file["name"].rpartition("/")[2]: file["size"] for file in files}
-    return there
+            remote_files[name] = {file["name"].rpartition("/")[2]: file["size"] for file in files}
+    return remote_files
 
 
 def _entries(target: AbstractFileSystem, path: str) -> list[dict[str, Any]]:
