@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.commands.plan import plan_request
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
@@ -265,6 +266,40 @@ def test_a_product_takes_as_long_as_its_waves_or_its_operands() -> None:
     assert row == pytest.approx(8192 * 8192 * 2 / 100e9, rel=0.01)  # it reads the matrix
     attention = Product(1, 4096, 128, 4096, 2, 0, 10**12, is_attention=True)
     assert product_seconds(attention, hardware) == pytest.approx(10**12 / 50e12, rel=0.01)
+
+
+def test_unaligned_heads_use_no_tensor_cores() -> None:
+    """BLOOM's diary: with heads of 108 elements instead of 216, the same operations took a third longer."""
+    found = find_hardware(Environment(device="cuda", device_kind="a100-80gb"), "fp16")
+    hardware = replace(found, memory_bandwidth=1e9)
+
+    def seconds(width: int, batch: int = 64) -> float:
+        return product_seconds(Product(batch, 2048, width, 2048, 2, 0, 2 * batch * 2048**2 * width), hardware)
+
+    slower = seconds(108) / seconds(104)
+    # 108 elements are 4 % more than 104. Tensor cores have 16 times the peak of fp32 units.
+    assert slower == pytest.approx(108 / 104 * 312 * 0.8 / (19.5 * 0.92), rel=0.02)
+    assert seconds(108, batch=1) < 2 * seconds(104, batch=1)
+    wide = Product(64, 2048, 108, 2048, 4, 0, 10**12)
+    assert product_seconds(wide, hardware) == product_seconds(replace(wide, inner=104), hardware)  # no 16 bits
+
+
+@pytest.mark.parametrize(("divides", "states"), [(False, 4 * 3 + 16 * 3 / 4), (True, 20 * 3 / 4)])
+def test_a_divided_sequence_has_fewer_hidden_states(divides: bool, states: float) -> None:
+    """The 4 ends of products in a block are whole hidden states without it. 16 more are divided by the tensor size."""
+    links = {"memory_bandwidth": 1000.0, "intra_node": 200.0, "inter_node": 20.0, "host_link": 20.0}
+    hardware = Hardware("cuda", "bf16", 80.0, 100.0, 50.0, 0, context_gb=1.5, sources={}, **links)
+    tokens, hidden, tensor = 128, 64, 4
+    state = tokens * hidden * 2
+    ends = [(hidden, 3 * hidden // tensor), (hidden // tensor, hidden), (hidden, hidden), (hidden, hidden)]
+    rest = state * 16 // tensor // 4
+    products = tuple(Product(1, tokens, k, n, 2, state + rest, 1, times=3) for k, n in ends)
+    sizes = {"peak": 0, "peak_without_gradients": 0, "peak_beside_earlier": 0, "end": 0}
+    trace = Trace((Phase("forward", ("", 0), **sizes, products=products),))
+    facts = CommunicationSizes(parameters=0, blocks=1, hidden=hidden, tokens=tokens)
+    layout = Layout(tensor=tensor, sequence_parallel=divides)
+    found = predict_seconds(layout, MemoryOptions("bf16"), trace, facts, hardware, 4)
+    assert found.memory == pytest.approx(1.9 * states * state / 1000e9)
 
 
 def test_stages_wait_for_the_slowest() -> None:
