@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,7 +88,7 @@ class Mirror:
                 return
             if pause is not None:
                 say(self._workers, f"copying to {self.url} failed: {problem}; trying again in {pause} s", loud=True)
-                threading.Event().wait(pause)
+                time.sleep(pause)
         say(self._workers, f"{self.url} is incomplete: {problem}; {self._folder.path} has everything", loud=True)
 
     def _follow(self) -> None:
@@ -106,12 +107,12 @@ class Mirror:
 
     def _local(self) -> dict[str, int]:
         """Return when each finished checkpoint of this run was written, newest first."""
-        times = {}
+        written_at = {}
         with suppress(CheckpointError):
             for path in candidates(self._folder.checkpoints):
                 with suppress(OSError):  # deleted in the meantime
-                    times[path.name] = (path / MANIFEST).stat().st_mtime_ns
-        return {name: time for name, time in times.items() if self._others.get(name) != time}
+                    written_at[path.name] = (path / MANIFEST).stat().st_mtime_ns
+        return {name: at for name, at in written_at.items() if self._others.get(name) != at}
 
     def _copy(self) -> None:
         """Copy the checkpoints that are missing, and delete those that the run has deleted."""
