@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import os
 import socket
 import sys
 import threading
@@ -214,7 +215,8 @@ class _Watcher:
         named = []
         for rank in behind[:4]:
             status = statuses.get(rank)
-            host = f" on {status.host}" if status else ""
+            # Worker 0 keeps the store, so nothing is known about it if it is gone.
+            host = f" on {status.host}" if status else "" if rank else f" at {os.environ['MASTER_ADDR']}"
             if rank in silent:
                 what, where = "does not respond (stopped or gone)", "; last seen: "
             else:

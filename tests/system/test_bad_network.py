@@ -1,0 +1,135 @@
+"""Two nodes in network namespaces, and a network between them that is cut, slow or lossy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates.run.folder import read_metrics
+from tests.support.namespaces import Network, why_impossible
+
+ROOT = Path(__file__).parents[2]
+PROBLEM = why_impossible()
+pytestmark = [
+    pytest.mark.longer,
+    pytest.mark.distributed,
+    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
+]
+
+TIMEOUT = 15
+STEPS = 30
+FLAGS = (
+    f"--micro-batch-size 2 --train-iters {STEPS} --log-interval 1 --save-interval 5 --no-export-model --device cpu "
+    f"--lr 1e-3 --worker-timeout {TIMEOUT} --resume"
+)
+SCRIPT = """
+import time
+from tests.support.jobs import CausalJob
+
+class Job(CausalJob):
+    def on_step_end(self, step, result):
+        time.sleep(0.3)
+
+Job.main()
+"""
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with Network(2).connected() as network:
+        yield network
+
+
+def start(network: Network, folder: Path, save: str = "run", **variables: str) -> list[subprocess.Popen[str]]:
+    """Start one worker on each node, as a scheduler would."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    return [
+        network.popen(
+            node,
+            [sys.executable, str(script), *FLAGS.split(), "--save", str(folder / save.format(node=node))],
+            {
+                "RANK": str(node),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": network.address(0),
+                "MASTER_PORT": "29500",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": path,
+                **variables,
+            },
+        )
+        for node in range(2)
+    ]
+
+
+def finish(workers: list[subprocess.Popen[str]], seconds: float) -> list[str]:
+    """Return the output of the workers. They are killed after some time."""
+    end = time.monotonic() + seconds
+    try:
+        return [worker.communicate(timeout=max(end - time.monotonic(), 1))[0] for worker in workers]
+    finally:
+        kill(workers)
+
+
+def kill(workers: list[subprocess.Popen[str]]) -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            os.killpg(worker.pid, signal.SIGKILL)
+
+
+def wait_for_step(folder: Path, step: int, workers: list[subprocess.Popen[str]]) -> None:
+    end = time.monotonic() + 240
+    while not any(line["step"] >= step for line in read_metrics(folder / "run" / "metrics.jsonl")):
+        assert time.monotonic() < end, "no step"
+        assert all(worker.poll() is None for worker in workers), finish(workers, 5)
+        time.sleep(0.05)
+
+
+def test_a_cut_of_five_seconds_is_survived(network: Network, tmp_path: Path) -> None:
+    """TCP sends again. The network is slow and loses packets before and after."""
+    network.delay, network.loss = 0.01, 0.02
+    workers = start(network, tmp_path)
+    wait_for_step(tmp_path, 3, workers)
+    network.cut = True
+    time.sleep(5)
+    network.cut = False
+    said = finish(workers, 240)
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert {line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")} == set(range(1, STEPS + 1))
+
+
+def test_a_cut_for_ever_ends_the_run_and_names_the_worker(network: Network, tmp_path: Path) -> None:
+    workers = start(network, tmp_path)
+    wait_for_step(tmp_path, 7, workers)
+    network.cut, began = True, time.monotonic()
+    said = finish(workers, 3 * TIMEOUT + 60)
+    seconds = time.monotonic() - began
+    assert all(worker.returncode not in (0, None) for worker in workers), said
+    assert seconds < TIMEOUT + 10
+    assert "worker 1 on node-1" in said[0]
+    assert "step " in said[0]
+    assert "--resume continues from step-5" in said[0]
+    assert "worker 0 at 10.77.0.1 does not respond" in said[1]
+    network.cut = False
+    workers = start(network, tmp_path)
+    said = finish(workers, 240)
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert "resuming from" in said[0]
+
+
+def test_folders_that_are_not_shared_are_refused(network: Network, tmp_path: Path) -> None:
+    workers = start(network, tmp_path, "run-{node}")
+    said = finish(workers, 200)
+    assert all(worker.returncode not in (0, None) for worker in workers), said
+    assert "is not one folder for all workers" in said[0] + said[1]
+    assert "1 on node-1" in said[0] + said[1]
