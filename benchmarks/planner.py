@@ -23,7 +23,7 @@ from rich.console import Group
 
 from benchmarks import planner_others, planner_worker
 from benchmarks.contest import Answer, Columns, Flag, Row, table
-from benchmarks.planner_worker import MODELS
+from benchmarks.planner_worker import MODELS, TRAINING
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.bench.tables import PARALLEL, PARTITIONING, Solution
 from rapidformer_templates.commands.plan import plan_request
@@ -31,12 +31,14 @@ from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.run.engine_on_fake_tensors import EngineMemory, engine_memory
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions, layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE, Memory
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from rapidformer_templates.system import launch
+from rapidformer_templates.trainer import Trainer
 
 if TYPE_CHECKING:
     from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
@@ -86,6 +88,18 @@ class Case:
         config = REGISTRY.merge_files(parse(words, REGISTRY.options()))
         place = detect("Trainer", "benchmark", device="cpu", world_size=self.layout.world)
         return replace(memory_options_of(resolve(config, place), shapes.width), offloads_activations=self.offload)
+
+    def on_fake_tensors(self) -> EngineMemory | None:
+        """Run the engine of these flags on tensors without data. None for the layouts that cannot.
+
+        DeepSpeed's engine reads values, and a CPU refuses to offload activations.
+        """
+        if self.offload:
+            return None
+        template = Trainer([*TRAINING, *self.flags])
+        place = detect("Trainer", "benchmark", device="cpu", world_size=self.layout.world)
+        plan = resolve(template.config, place)
+        return None if plan.engine.endswith("DeepSpeedEngine") else engine_memory(template, plan, MODELS[self.model])
 
     @property
     def name(self) -> str:
@@ -213,6 +227,7 @@ class Result:
 
     Attributes:
         predicted: Prediction for the worker that needs most.
+        engine: Memory of the engine itself on tensors without data. None if it cannot run on them.
         held: States of each rank: as predicted, and as reported by the receipts.
         measured: The highest of the workers' usual peaks of live storages.
         highest: The highest peak of any step of any worker.
@@ -224,6 +239,7 @@ class Result:
 
     case: Case
     predicted: Memory
+    engine: EngineMemory | None
     held: list[tuple[StateBytes, StateBytes]]
     measured: int
     highest: int
@@ -236,6 +252,11 @@ class Result:
     def error(self) -> float:
         """Relative error of the predicted peak. A positive value is an overestimate."""
         return self.predicted.total / self.measured - 1
+
+    @property
+    def engine_error(self) -> float | None:
+        """The same for the peak of the engine itself on tensors without data."""
+        return self.engine.peak / self.measured - 1 if self.engine else None
 
     @property
     def exact(self) -> bool:
@@ -258,12 +279,14 @@ class Result:
             "states_measured": [vars(measured) for _, measured in self.held],
             "states_exact": self.exact,
             "peak_predicted": vars(self.predicted) | {"total": self.predicted.total},
+            "peak_of_engine": self.engine and self.engine.peak,
             "peak_measured": self.measured,
             "peak_highest": self.highest,
             "peak_of_allocator": self.allocator,
             "resident_mb": self.resident_mb,
             "beside_states": {"predicted": self.predicted.total - states, "measured": self.measured - states},
             "error": self.error,
+            "engine_error": self.engine_error,
             "others": self.others,
         }
 
@@ -310,6 +333,7 @@ def _result(case: Case, told: list[dict[str, Any]]) -> Result:
     return Result(
         case,
         predict(shapes, case.layout, setting),
+        case.on_fake_tensors(),
         list(zip(states_by_worker(shapes, case.layout, setting), measured, strict=True)),
         measured=int(max(statistics.median(rank["peaks"]) for rank in told)),
         highest=max(max(rank["peaks"]) for rank in told),
@@ -327,6 +351,7 @@ COLUMNS: Columns = {
     "predicted": lambda row: f"{row['peak_predicted']['total'] / 1e6:.2f}",
     "measured": lambda row: f"{row['peak_measured'] / 1e6:.2f}",
     "error": "{error:+.1%}",
+    "engine": lambda row: "–" if row["engine_error"] is None else f"{row['engine_error']:+.1%}",
     "beside states": lambda row: " / ".join(f"{value / 1e6:.2f}" for value in row["beside_states"].values()),
     "allocator": lambda row: f"{row['peak_of_allocator'] / 1e6:.2f}" if row["peak_of_allocator"] else "–",
     "DeepSpeed": lambda row: _other(row, "deepspeed"),
@@ -349,11 +374,20 @@ def notes(results: Sequence[Result]) -> list[str]:
     return [
         f"states: {len(results) - len(inexact)} of {len(results)} layouts exact" + _named(inexact),
         f"peak: median error {median:.1%} (goal {GOAL_MEDIAN:.0%}), worst {worst:.1%} (goal {GOAL_WORST:.0%})",
+        _errors_of_engines(results),
         f"layouts that do not fit although the plan says so, with its allowance of {ALLOWANCE:.0%}: {len(beyond)}"
         + _named(beyond),
         "DeepSpeed: its estimators of model states, for ZeRO. Megatron: sbh(34 + 5as/h) per block in 16 bits, and 16 "
         "bytes per parameter (Korthikanti et al., 2022). Neither counts memory outside of the blocks",
     ]
+
+
+def _errors_of_engines(results: Sequence[Result]) -> str:
+    errors = [abs(result.engine_error) for result in results if result.engine_error is not None]
+    return (
+        f"the engine itself on tensors without data: {len(errors)} of {len(results)} layouts, "
+        f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}"
+    )
 
 
 def _named(names: list[str]) -> str:

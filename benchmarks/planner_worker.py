@@ -10,13 +10,12 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -31,13 +30,16 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages, loss_of_model
 from rapidformer_templates.system.process_state import resident_bytes
 from rapidformer_templates.system.workers import join
 from rapidformer_templates.trainer import Trainer
 
 STEPS = 4
 """Optimizer steps of a run. Optimizer state exists from the second step on."""
+
+TRAINING = ("--device", "cpu", "--train-iters", str(STEPS), "--lr", "1e-4", "--template", "Trainer", "--no-save")
+"""Flags of every run."""
 
 MARK = "rapidformer: step "
 
@@ -70,15 +72,20 @@ class Sizes:
         """
         config = REGISTRY.complete(parse(adapters.split(), REGISTRY.options()))
         plan = resolve(config, detect("Trainer", "benchmark", device="cpu", world_size=1))
+        return ModelShapes(lambda blocks: with_switches(self.build(blocks).train(), config, plan), self.batch)
 
-        def batch(samples: int) -> dict[str, torch.Tensor]:
-            tokens = torch.zeros((samples, self.length), dtype=torch.long)
-            return {"input_ids": tokens, "labels": tokens}
+    def build(self, blocks: int | None) -> Any:
+        """Build the model with a number of blocks, or with all of them."""
+        return self.make(self.blocks if blocks is None else blocks)
 
-        def build(blocks: int | None) -> Any:
-            return with_switches(self.make(self.blocks if blocks is None else blocks).train(), config, plan)
+    def batch(self, samples: int) -> dict[str, torch.Tensor]:
+        """Return a micro batch with the shapes of training."""
+        tokens = torch.zeros((samples, self.length), dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
 
-        return ModelShapes(build, batch)
+    def compute_loss(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return the model's own loss."""
+        return loss_of_model(model, batch)
 
     def samples(self) -> list[dict[str, Any]]:
         """Return random tokens of one length, without padding."""
@@ -150,7 +157,7 @@ def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
                     profile(activities=[ProfilerActivity.CPU], profile_memory=True)
                 )
             self.live = LiveStorages()
-            self.watching.enter_context(_resizing_seen_by(self.live))
+            self.watching.enter_context(self.live.following_resizes())
             self.watching.enter_context(self.live)
             return Data(train=sizes.samples())
 
@@ -164,10 +171,9 @@ def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
             if step == STEPS:
                 self.watching.close()
 
-    own = ["--device", "cpu", "--train-iters", str(STEPS), "--lr", "1e-4", "--template", "Trainer", "--no-save"]
     # Offload to numpy arrays, which are not storages. So the count is what would be on a GPU.
     with taken_for_a_gpu() if "--offload-activations" in flags else nullcontext():
-        job = Job([*own, *flags])
+        job = Job([*TRAINING, *flags])
         summary = job.fit()
     host = summary["receipts"].get("offloaded_bytes_at_a_time", 0)
     recorded = peaks_of(job.record.profiler.kineto_results.events()) if workers == 1 else []
@@ -179,19 +185,6 @@ def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
         "resident_mb": resident_bytes("VmRSS") / 1e6,
         "host": host,
     }
-
-
-@contextmanager
-def _resizing_seen_by(live: LiveStorages) -> Iterator[None]:
-    resize = torch.UntypedStorage.resize_
-
-    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        live.resized(storage)
-        return result
-
-    with patch.object(torch.UntypedStorage, "resize_", resize_and_tell):
-        yield
 
 
 def peaks_of(events: Sequence[Any]) -> list[int]:

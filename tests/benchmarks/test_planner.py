@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import planner
+from benchmarks import planner, planner_worker
 from benchmarks.__main__ import main
-from benchmarks.planner import CASES, Case, Result, measure, notes
+from benchmarks.planner import CASES, EXPERTS, Case, Result, measure, notes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
 ALONE = Case("bert", Layout(micro_batch=2, recompute="full"))
@@ -28,10 +28,20 @@ SHARDED = {
 }
 
 
+ENGINES = {
+    "DDP": Case("gpt2", Layout(data=2, accumulation=2)),
+    "ZeRO-2": Case("gpt2", Layout(tensor=2, data=2, partitioning="zero-2"), "bf16"),
+    "pipeline": Case("llama", Layout(pipeline=2, accumulation=4, recompute="full"), "bf16"),
+    "interleaved stages": Case("gpt2", Layout(pipeline=2, accumulation=4, virtual=3)),
+    "context": Case("llama", Layout(context=2)),
+    "divided experts": Case("gpt2", Layout(data=2, experts=2, micro_batch=2), adapters=EXPERTS),
+}
+
+
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
     """Measure all cases at once, so that each number of workers starts only once."""
-    return measure([ALONE, *SHARDED.values()])
+    return measure([ALONE, *SHARDED.values(), *ENGINES.values()])
 
 
 @pytest.fixture
@@ -59,13 +69,32 @@ def test_shards_of_divided_sequences_hold_what_was_predicted(number: int, result
 
 @pytest.mark.longer
 @pytest.mark.distributed
+def test_engines_on_fake_tensors_need_what_real_runs_need(results: list[Result]) -> None:
+    errors = {result.case.name: result.engine_error for result in results}
+    assert not [error for error in errors.values() if error is None]
+    assert {name: error for name, error in errors.items() if abs(error or 0) > 0.015} == {}
+
+
+def test_an_engine_on_fake_tensors_needs_what_a_real_run_needs() -> None:
+    case = Case("gpt2", Layout(micro_batch=2, accumulation=2))
+    real = planner_worker.measure(case.model, 1, case.flags)
+    memory = case.on_fake_tensors()
+    assert memory is not None
+    held = {"parameter_bytes": memory.parameters, "optimizer_state_bytes": memory.optimizer}
+    assert {kind: real["held"][kind] for kind in held} == held
+    # The real run also holds its batches.
+    assert 0 <= max(real["peaks"]) - memory.peak < 100_000
+
+
+@pytest.mark.longer
+@pytest.mark.distributed
 def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (predicted, measured), *_ = result.held
     wrong = dataclasses.replace(measured, optimizer=measured.optimizer + 4)
     differing = dataclasses.replace(result, held=[(predicted, wrong)], highest=result.predicted.total * 2)
     told = notes([result, differing])
     assert told[0].startswith("states: 1 of 2 layouts exact (bert 1·1·1")
-    assert told[2].startswith("layouts that do not fit although the plan says so, with its allowance of 5%: 1 (bert")
+    assert told[3].startswith("layouts that do not fit although the plan says so, with its allowance of 5%: 1 (bert")
     monkeypatch.setattr(planner, "measure", lambda rows, advance: [result, differing])
     assert main(["planner", "--workers", "1", "--output", str(tmp_path)]) == 1
     written = json.loads((tmp_path / "planner.json").read_text())

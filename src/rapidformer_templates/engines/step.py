@@ -223,9 +223,8 @@ class Step:
             both = workers.sum_tensor(torch.stack([total, torch.full_like(total, len(unused))]))
             total, any_unused = both[0], bool(both[1])
         if any_unused:
-            flags = torch.zeros(len(engine._parameters))
-            flags[list(unused)] = 1
-            counts = workers.sum(*flags.tolist())
+            indices = set(unused)
+            counts = workers.sum(*(float(index in indices) for index in range(len(engine._parameters))))
             engine._drop_unused([index for index, count in enumerate(counts) if count == workers.world])
         return total
 

@@ -107,7 +107,8 @@ def _set_up(run: Run, engine: Engine) -> None:
     with engine.construction() as construction:
         # 1. The model as the user builds it, and what must be known about it before it is transformed.
         model = _build_model(run, construction)
-        run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
+        if run.has_values:
+            run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
         turn_off_cache(model)
         _try_labels(run, model)
         if run.task:
@@ -154,7 +155,8 @@ def _transformed(run: Run, model: nn.Module, construction: ModelUnderConstructio
     for switch in (REGISTRY[name] for name in run.plan.switches):
         if switch.transform:
             options = run.config.switches[switch.name]
-            building = Building(options, run.plan, run.workers, partial(_loss_of_one, run), construction=construction)
+            try_loss = partial(_loss_of_one, run)
+            building = Building(options, run.plan, run.workers, try_loss, run.has_values, construction)
             with allow_trial(run.task):
                 load_object(switch.transform)(assembly, building)
     return assembly

@@ -97,6 +97,7 @@ class Run:
         workers: this process and its peers.
         folder: the run folder. None without ``--save``.
         watch: knows the phase of this worker, and finds workers that make no progress.
+        has_values: False if the run is only planned, and tensors have no data.
         stop_reason: the reason that a hook called ``stop`` with, or None.
         data: the data sets of ``build_data``.
         task: the task whose data they are. None if the user's data have another form.
@@ -119,6 +120,7 @@ class Run:
     workers: Workers
     folder: RunFolder | None = None
     watch: HangWatch = field(default_factory=HangWatch)
+    has_values: bool = True
     stop_reason: str | None = None
 
     data: Data = field(init=False)

@@ -157,6 +157,10 @@ class Workers:
         if self.world > 1:
             dist.barrier()
 
+    def open_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """Divide all workers into groups along the dimensions of ``shape``. Call it on every worker."""
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
 
 @contextmanager
 def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:

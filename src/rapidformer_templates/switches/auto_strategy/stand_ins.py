@@ -48,13 +48,16 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _POSITIONS = torch.ops.aten.nonzero.default
 _COUNTS = torch.ops.aten.bincount.default
+_DISTINCT = torch.ops.aten._unique2.default
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
-DATA_DEPENDENT_OPS = frozenset({_NUMBER, _POSITIONS, _COUNTS, GROUPED_PRODUCT})
+DATA_DEPENDENT_OPS = frozenset({_NUMBER, _POSITIONS, _COUNTS, _DISTINCT, GROUPED_PRODUCT})
 """Operations whose result or shape depends on data, and grouped products, which torch fakes only in 16 bits."""
 
 
-def answer(question: OpOverload, args: Sequence[Any], *, dense: bool) -> torch.Tensor | bool | int:
-    """Return a fake answer. A mask hides nothing or something, documents are not packed, and all rows count.
+def answer(
+    question: OpOverload, args: Sequence[Any], *, dense: bool
+) -> torch.Tensor | tuple[torch.Tensor, ...] | bool | int:
+    """Return a fake answer. A mask hides nothing or something, documents are not packed, and all rows count and differ.
 
     Args:
         question: one of ``DATA_DEPENDENT_OPS``.
@@ -66,6 +69,8 @@ def answer(question: OpOverload, args: Sequence[Any], *, dense: bool) -> torch.T
         return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
     if question is _COUNTS:
         return tensor.new_empty((args[2],), dtype=torch.int64)  # the highest possible number
+    if question is _DISTINCT:  # the values, and the place of each element among them
+        return tensor.new_empty((tensor.numel(),)), torch.empty_like(tensor), tensor.new_empty((0,))
     if question is GROUPED_PRODUCT:  # the product of each group's rows with its matrix
         left, right, ends = args[:3]
         groups = [len(ends)] if left.ndim == right.ndim == 2 else []  # two flat operands have a product per group

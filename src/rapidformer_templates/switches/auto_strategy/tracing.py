@@ -92,13 +92,22 @@ class LiveStorages(TorchDispatchMode):
         """Reset the peak to the bytes that are live now."""
         self.peak = self.live
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Update the size of a resized storage. FSDP frees and allocates memory in this way."""
-        key = id(storage)
-        if key in self._sizes:
-            self.live += storage.nbytes() - self._sizes[key]
-            self._sizes[key] = storage.nbytes()
-            self.peak = max(self.peak, self.live)
+    @contextlib.contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """Count the new size of each storage that is resized. FSDP frees and allocates memory in this way."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result = resize(storage, size)
+            key = id(storage)
+            if key in self._sizes:
+                self.live += storage.nbytes() - self._sizes[key]
+                self._sizes[key] = storage.nbytes()
+                self.peak = max(self.peak, self.live)
+            return result
+
+        with patch.object(torch.UntypedStorage, "resize_", resize_and_count):
+            yield
 
     def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
         key = id(storage)

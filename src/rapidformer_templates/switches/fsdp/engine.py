@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
@@ -180,7 +180,7 @@ class FSDPEngine(SingleEngine):
         open_group_alone(self.workers.device)
         copies = self.workers.world // self.group
         shape, names = ((copies, self.group), (COPIES, SHARDS)) if copies > 1 else ((self.group,), (SHARDS,))
-        return init_device_mesh(self.workers.device.type, shape, mesh_dim_names=names)
+        return self.workers.open_mesh(shape, names)
 
     @cached_property
     def _mesh_of_experts(self) -> DeviceMesh:
@@ -188,7 +188,7 @@ class FSDPEngine(SingleEngine):
         same = self.workers.world // self._experts_over
         shards = shards_of_experts(self.workers.world, self.group, self._experts_over)
         shape = (same // shards, shards, self._experts_over)
-        return init_device_mesh(self.workers.device.type, shape, mesh_dim_names=(COPIES, SHARDS, EXPERTS))
+        return self.workers.open_mesh(shape, (COPIES, SHARDS, EXPERTS))
 
     def _distribute(self) -> nn.Module:
         units: dict[str, Any] = {n: m for n, m in self.model.named_modules() if isinstance(m, FSDPModule)}

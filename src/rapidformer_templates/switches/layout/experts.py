@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import FunctionCtx
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -46,9 +47,10 @@ def divide_experts(assembly: Assembly, building: Building[object]) -> None:
     stacks = [*(base_of(layer.experts) for _, layer in sparse_layers(model)), *native]
     _check(stacks, over)
     shape = (workers.pipeline, workers.copies // over, over, workers.tensor)
-    mesh = init_device_mesh(workers.device.type, shape, mesh_dim_names=("pipeline", COPIES, "experts", "tensor"))
+    mesh = workers.open_mesh(shape, ("pipeline", COPIES, "experts", "tensor"))
+    ranks = np.moveaxis(np.arange(workers.world).reshape(shape), 2, -1).reshape(-1, over)
     # A separate process group, because the gradients of the rest are reduced at the same time.
-    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.movedim(2, -1).reshape(-1, over).tolist())
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     share, dispatcher = dist.get_rank(group), TokenDispatcher(group)
     for stack in stacks:
         for name, parameter in list(stack.named_parameters()):
@@ -132,21 +134,30 @@ class TokenDispatcher:
         incoming = torch.empty_like(counts)
         dist.all_to_all_single(incoming, counts, group=self._group)
         incoming = incoming.view(world, -1)  # [senders, experts on this worker]
-        sent, received = counts.view(world, -1).sum(1).tolist(), incoming.sum(1).tolist()
+        sent, received = self.rows(counts.view(world, -1), len(tokens)), self.rows(incoming, len(tokens))
         routed = sum(sent)
         local_tokens: torch.Tensor = Exchange.apply(tokens[:routed], sent, received, self._group)
 
         # The tokens arrive sorted by sender, and are regrouped by expert.
         local_experts = incoming.shape[1]
-        expert_of_token = (
-            torch.arange(local_experts, device=tokens.device).repeat(world).repeat_interleave(incoming.flatten())
-        )
+        experts_here = torch.arange(local_experts, device=tokens.device).repeat(world)
+        expert_of_token = experts_here.repeat_interleave(incoming.flatten(), output_size=sum(received))
         grouped = group_by_expert(local_tokens, expert_of_token.unsqueeze(1), None, local_experts)
         outputs = experts(grouped.tokens, grouped.counts)
         outputs = ungroup(outputs, grouped, torch.ones_like(expert_of_token, dtype=outputs.dtype).unsqueeze(1))
 
         back: torch.Tensor = Exchange.apply(outputs, received, sent, self._group)
         return back if all_routed else torch.cat([back, back.new_zeros(len(tokens) - routed, back.shape[1])])
+
+    def rows(self, counts: torch.Tensor, tokens: int) -> list[int]:
+        """Return the number of tokens that go to each worker, or come from it.
+
+        Args:
+            counts: [workers, experts], numbers of tokens.
+            tokens: number of tokens of this worker.
+        """
+        rows: list[int] = counts.sum(1).tolist()
+        return rows
 
 
 class _ExchangeContext(FunctionCtx):

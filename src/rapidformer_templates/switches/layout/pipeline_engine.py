@@ -109,10 +109,14 @@ class Links:
     def receive_forward(self, stage: int, key: Hashable) -> PendingRecv:
         """Receive the hidden state that ``stage`` needs as its input."""
         if (stage - 1, key) not in self._known:
-            header = torch.empty(HEADER, dtype=torch.int64, device=self.workers.device)
-            kind, ndim, *lengths = self._receive(header, stage - 1).unpack().tolist()
-            self._known[stage - 1, key] = (DTYPES[kind], tuple(lengths[:ndim]))
+            self._known[stage - 1, key] = self.receive_form(stage)
         return self._receive(self._empty(stage - 1, key), stage - 1)
+
+    def receive_form(self, stage: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Receive the type and the shape of the hidden state that ``stage`` gets next."""
+        header = torch.empty(HEADER, dtype=torch.int64, device=self.workers.device)
+        kind, ndim, *lengths = self._receive(header, stage - 1).unpack().tolist()
+        return DTYPES[kind], tuple(lengths[:ndim])
 
     def send_backward(self, stage: int, gradient: torch.Tensor) -> None:
         """Send the gradient of the input of ``stage`` to the previous stage."""
