@@ -1,7 +1,7 @@
 """The memory of a plan's own engine: it trains two steps on tensors without data, as one worker without its peers.
 
 The model, the switches, the engine and the optimizer are built as in a run, so a change to any of them changes this
-memory by itself. Nothing is computed.
+memory. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _microbatches(run: Run, batch: Batch, count: int) -> Iterator[MicroBatch]:
 
 
 def _with_source(template: Template, plan: Plan, source: PlannedModel, blocks: int | None) -> Template:
-    """Return a copy of a template whose model and loss are those of the source."""
+    """Return a copy of a template with the model and the loss of the source."""
     kind: Any = type(template)
 
     class Planned(kind):  # type: ignore[misc]

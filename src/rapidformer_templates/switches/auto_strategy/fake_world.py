@@ -1,6 +1,6 @@
 """A worker whose peers do not exist: a real engine runs in it on tensors without data, and its memory is counted.
 
-Collectives return at once, with tensors of the right shapes. Values that engines exchange are those of this worker.
+Collectives return at once, with tensors of the right shapes. Every worker has the values of this one.
 """
 
 from __future__ import annotations
