@@ -76,13 +76,13 @@ def storage_elements(tensors: Sequence[torch.Tensor]) -> int:
 
 def bytes_by_kind(tensors_by_kind: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
     """Return bytes of the storages on this rank, by kind. A shared storage counts once, for its first kind."""
-    counted: set[int] = set()
+    storages: set[int] = set()
     sizes = dict.fromkeys(tensors_by_kind, 0)
     for kind, tensors in tensors_by_kind.items():
         for tensor in tensors:
             storage = local_part(tensor).untyped_storage()
-            if storage.nbytes() and storage._cdata not in counted:
-                counted.add(storage._cdata)
+            if storage.nbytes() and storage._cdata not in storages:
+                storages.add(storage._cdata)
                 sizes[kind] += storage.nbytes()
     return sizes
 

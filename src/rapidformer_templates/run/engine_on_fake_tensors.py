@@ -81,8 +81,8 @@ def memory_of_rank(
     hooks = _with_source(template, plan, source, blocks)
     sample = source.batch(1)
     is_padded = isinstance(sample, dict) and "attention_mask" in sample
-    counted = counted_engine(dense=not is_padded, on_cpu=plan.device == "cpu")
-    with lone_worker(plan.sizes, rank) as workers, counted as live:
+    counting = counted_engine(dense=not is_padded, on_cpu=plan.device == "cpu")
+    with lone_worker(plan.sizes, rank) as workers, counting as live:
         run = Run(plan, template.config, hooks, (), workers, has_values=False)
         hooks.run_begins(run)
         run.data = Data(train=range(1), collate=lambda samples: source.batch(len(samples)))
