@@ -119,7 +119,7 @@ def _with_source(template: Template, plan: Plan, source: PlannedModel, blocks: i
     """Return a copy of a template with the model and the loss of the source."""
     kind: Any = type(template)
 
-    class Planned(kind):  # type: ignore[misc]
+    class Planned(kind):
         def build_model(self) -> nn.Module:
             return source.build(blocks)
 
