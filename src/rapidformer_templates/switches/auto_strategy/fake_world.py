@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Reducer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -22,11 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.models.blocks import hidden_of
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.switches.auto_strategy.stand_ins import FakeDataReads, fake_tensors
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages, without_warnings
 from rapidformer_templates.switches.layout.experts import TokenDispatcher
-from rapidformer_templates.switches.layout.pipeline import hidden_of
 from rapidformer_templates.switches.layout.pipeline_engine import Links, PipelineEngine
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
@@ -142,13 +143,13 @@ def _reducer_without_peers() -> Iterator[None]:
         return exchanged
 
     def build_alone(ddp: DistributedDataParallel, module: nn.Module, **options: Any) -> None:
-        build(ddp, module, **options, init_sync=False, broadcast_buffers=False)
+        build(ddp, module, **(options | {"init_sync": False, "broadcast_buffers": False}))
         register(ddp, None, unchanged)
 
     with (
         patch.object(DistributedDataParallel, "__init__", build_alone),
         patch.object(DistributedDataParallel, "register_comm_hook", lambda *_: None),
-        patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False),  # other buckets, with as many bytes
+        patch.object(Reducer, "_rebuild_buckets", lambda _: False),  # other buckets, with as many bytes
     ):
         yield
 
