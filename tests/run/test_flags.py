@@ -196,6 +196,7 @@ ELSEWHERE = {
     "min_workers": "tests/run/test_restarts.py",
     "max_restarts": "tests/run/test_restarts.py",
     "worker_timeout": "tests/run/test_watch.py",
+    "straggler_factor": "tests/run/test_stragglers.py",
     "check_replicas": "tests/run/test_replica_check.py",
     "device": "tests/rehearsal/test_runs.py",
     "no_save": "tests/planning/test_refusals.py",

@@ -52,6 +52,7 @@ from rapidformer_templates.engines.unused_parameters import with_unused_paramete
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system import accelerator
+from rapidformer_templates.system.phase_clock import EXCHANGE
 from rapidformer_templates.system.workers import Workers
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -509,6 +510,7 @@ class DDPEngine(SingleEngine):
     def _find_unused(self) -> None:
         """List parameters without a gradient at the end of the backward, before DDP fills them with zeros."""
         self._unused = [index for index, p in enumerate(self._parameters) if p.grad is None]
+        self.workers.clock.enter(EXCHANGE)  # DDP now waits for its buckets in C++
 
     def _unused_here(self) -> Sequence[int]:
         return self._unused

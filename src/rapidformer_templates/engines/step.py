@@ -23,6 +23,7 @@ from rapidformer_templates.engines.loss import HookCount, Recorder, weighted_los
 from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.system.accelerator import HostCopy
+from rapidformer_templates.system.phase_clock import BACKWARD, EXCHANGE, FORWARD, UPDATE
 from rapidformer_templates.system.process_state import seed_torch
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Step:
         self._model: nn.Module | Recorder  # what the current loss is computed with
         self._loss: torch.Tensor  # the mean over the global batch (fp64)
         if engine._monitor:
+            engine.workers.clock.enter(EXCHANGE)  # the device may wait for other workers
             engine._monitor.begin(self._losses_here)
         if engine._auxiliary:
             engine._auxiliary.begin_step(microbatches, engine.workers)
@@ -120,6 +122,7 @@ class Step:
                 reads now. The weights are as before that step.
         """
         engine = self._engine
+        engine.workers.clock.enter(UPDATE)
         for hook in engine.before_update:
             hook()
         engine._set_lr(lr_factor)
@@ -159,6 +162,7 @@ class Step:
     def _begin_forward(self, microbatch: MicroBatch, stage: int = 0) -> tuple[nn.Module | Recorder, Batch]:
         """Enter the context of a forward of the last stage."""
         seed_forward(microbatch, stage)
+        self._engine.workers.clock.enter(FORWARD)
         batch = self._enter(self._engine._forward_context(microbatch))
         self._microbatch, self._model = microbatch, self._engine._callable
         if microbatch.idle or microbatch.targets == 0:
@@ -183,6 +187,7 @@ class Step:
     def _begin_backward(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
         """Start the backward of a micro batch from its loss."""
         engine = self._engine
+        engine.workers.clock.enter(BACKWARD)
         if engine._auxiliary:
             engine._auxiliary.follow(loss, microbatch, engine._gradient_divisor)
         engine._backward(loss if engine.loss_scale is None else loss * engine.loss_scale.scale)
@@ -202,6 +207,7 @@ class Step:
     def _complete_gradients(self) -> None:
         """Exchange the loss and what the backward has not exchanged of the gradients."""
         engine, workers = self._engine, self._engine.workers
+        workers.clock.enter(EXCHANGE)
         if engine._auxiliary:
             self._measured = engine._auxiliary.results(workers)
         if not workers.is_replica_leader:  # all workers of a replica compute the same loss

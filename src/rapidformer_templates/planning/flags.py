@@ -106,6 +106,13 @@ class LaunchFlags:
         metavar="SECONDS",
         minimum=0,
     )
+    straggler_factor: float = flag(
+        1.5,
+        "report a worker that is this many times as slow as the median of its peers over 50 steps, without the time in "
+        "which it waits for others; 0 does not compare",
+        metavar="FACTOR",
+        minimum=0,
+    )
     device: str = flag(
         "auto",
         "where to train: auto, cpu, or torch's name of the accelerator: cuda (also for AMD), xpu, mps, npu, … "

@@ -61,13 +61,14 @@ def summarise(loop: Loop, metrics: dict[str, float], receipts: Measurements) -> 
         "metrics_step": loop.exported_step,
         "best": run.position.best,
         "stopped_early": loop.early_stop_reason,
+        "stragglers": loop.stragglers.summary(),
         "skipped_lines": len(run.task.bad.skipped) if run.task else 0,
     }
     if not loop.meter.steps and run.folder and run.folder.summary.exists():
         # A complete run was resumed without a step, so its earlier measurements are still valid.
         earlier = run.folder.read_summary()
         measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
-        summary |= {name: earlier[name] for name in measured}
+        summary |= {name: earlier[name] for name in measured} | {"stragglers": earlier.get("stragglers", [])}
     summary["trackers"] = run.workers.broadcast(loop.log.end_trackers(summary))
     if run.workers.is_main and run.folder:
         write_json(run.folder.summary, finite(summary))

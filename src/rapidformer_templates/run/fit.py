@@ -55,6 +55,7 @@ from rapidformer_templates.run.steps import (
     count_steps,
     log_intervals,
 )
+from rapidformer_templates.run.stragglers import StragglerCheck
 from rapidformer_templates.run.watch import EXPORT
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import writing
@@ -288,6 +289,7 @@ def _build_loop(run: Run, metric: BestMetric | None) -> Loop:
         ),
         meter=meter,
         receipts=Receipts(run, order),
+        stragglers=StragglerCheck(run.workers, run.config.launch.straggler_factor),
         log=log,
         validation=Validation(run) if run.data.validation_sets() else None,
         best=BestStep(run, metric, training.early_stopping_patience) if metric else None,

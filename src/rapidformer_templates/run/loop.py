@@ -30,7 +30,8 @@ from rapidformer_templates.run.step_errors import (
     name_not_finite,
 )
 from rapidformer_templates.run.steps import EVALUATE, SAVE, BestStep, Intervals
-from rapidformer_templates.system import accelerator
+from rapidformer_templates.run.stragglers import LOGGING, StragglerCheck
+from rapidformer_templates.system import accelerator, phase_clock
 from rapidformer_templates.system.processes import StopRequest
 from rapidformer_templates.system.terminal import say
 
@@ -68,6 +69,7 @@ class Loop:
         intervals: decide when the run is logged, evaluated and saved.
         meter: measures throughput and memory.
         receipts: measure the effects of the switches in the first step.
+        stragglers: finds workers that are slower than others.
         log: records the metrics.
         validation: evaluates the model. None without validation data.
         best: selects the best checkpoint. None keeps no best one.
@@ -83,6 +85,7 @@ class Loop:
     intervals: Intervals
     meter: Meter
     receipts: Receipts
+    stragglers: StragglerCheck
     log: Log
     validation: Validation | None = None
     best: BestStep | None = None
@@ -260,7 +263,10 @@ class Loop:
     # Log, evaluate, save.
 
     def _log(self, result: StepResult, step: int) -> None:
+        clock = self.run.workers.clock
+        clock.enter(phase_clock.EXCHANGE)  # the device may wait for other workers
         self._raise_pending_errors()
+        clock.enter(LOGGING)
         line = {
             "step": step + 1,
             "epoch": self.epoch,
@@ -271,6 +277,7 @@ class Loop:
             "samples": self.run.position.samples,
             "tokens": self.run.position.tokens,
             **self.meter.window(),
+            **self.stragglers.logged_values(),
             "skipped": bool(result.skipped),
         }
         if self.intervals.shows(step + 1, self.total):
@@ -316,7 +323,8 @@ class Loop:
             self.checkpoints.wait(is_last=is_last)
 
     def _after_step(self, done: int) -> None:
-        """Flush the trackers, and call ``on_epoch_end`` at the end of an epoch."""
+        """Compare the times of the workers, flush the trackers, and call ``on_epoch_end`` at the end of an epoch."""
+        self.stragglers.step_done(done)
         self.log.flush_trackers()
         if self.intervals.epoch_ends(done):
             self.run.notify("on_epoch_end", done // self.intervals.steps_per_epoch)

@@ -96,9 +96,9 @@ class Run:
         callbacks: objects that are called after the template's own callbacks.
         workers: this process and its peers.
         folder: the run folder. None without ``--save``.
-        watch: knows the phase of this worker, and finds workers that make no progress.
         has_values: False if the run is only planned, and tensors have no data.
         stop_reason: the reason that a hook called ``stop`` with, or None.
+        watch: knows the phase of this worker, and finds workers that make no progress.
         data: the data sets of ``build_data``.
         task: the task whose data they are. None if the user's data have another form.
         index_limits: the sizes of the model's vocabulary and head, which batches are compared with.
@@ -119,10 +119,10 @@ class Run:
     callbacks: tuple[Callback, ...]
     workers: Workers
     folder: RunFolder | None = None
-    watch: HangWatch = field(default_factory=HangWatch)
     has_values: bool = True
     stop_reason: str | None = None
 
+    watch: HangWatch = field(init=False)
     data: Data = field(init=False)
     task: Task | None = field(init=False, default=None)
 
@@ -136,6 +136,9 @@ class Run:
 
     order: Order = field(init=False)
     position: Position = field(init=False, default_factory=Position)
+
+    def __post_init__(self) -> None:
+        self.watch = HangWatch(self.workers.clock)
 
     @property
     def model(self) -> nn.Module:

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import Store
 
 from rapidformer_templates.errors import WorkerHangs
 from rapidformer_templates.system.launch import line_of, report_error
+from rapidformer_templates.system.phase_clock import PhaseClock
 from rapidformer_templates.system.workers import Workers
 
 SETUP, DATA, EXCHANGE, STEP = "setup", "loading data", "exchange of counts", "training step"
@@ -78,9 +79,14 @@ class Activity:
 
 
 class HangWatch:
-    """Knows the phase of this worker, and watches all workers inside :meth:`running`."""
+    """Knows the phase of this worker, and watches all workers inside :meth:`running`.
 
-    def __init__(self) -> None:
+    Args:
+        clock: measures the phases.
+    """
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
         self.phase, self.step, self.since = SETUP, 0, time.monotonic()
         self.longest: dict[str, float] = defaultdict(float)
         """The longest time of each phase so far, in seconds."""
@@ -94,6 +100,7 @@ class HangWatch:
         now = time.monotonic()
         self.longest[self.phase] = max(self.longest[self.phase], now - self.since)
         self.phase, self.step, self.since = phase, step, now
+        self._clock.enter(phase)
 
     @contextlib.contextmanager
     def running(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from rapidformer_templates.errors import WorkerFailed
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.launch import INTERFACE
+from rapidformer_templates.system.phase_clock import PhaseClock
 from rapidformer_templates.system.processes import end_with_launcher, joined, wait_at_exit
 from rapidformer_templates.system.rendezvous import check_interface, open_store
 
@@ -46,6 +47,7 @@ class Workers:
             if each worker has the whole model and whole sequences.
         context: number of workers that share each sequence. Each has all weights of its stage.
         store: the key-value store in which the workers have met. None for a single process.
+        clock: measures how long this process is busy and how long it waits for its peers.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class Workers:
     mesh: DeviceMesh | None = None
     context: int = 1
     store: Store | None = None
+    clock: PhaseClock = field(default_factory=PhaseClock, compare=False, repr=False)
 
     # Ranks that communicate most are closest: tensor varies fastest, then context, data and pipeline [M].
 
@@ -126,6 +129,14 @@ class Workers:
         dist.all_reduce(totals)
         return totals.tolist()
 
+    def gather_numbers(self, *values: float) -> torch.Tensor:
+        """Return a row of ``values`` from each worker (fp64), on the host, without using the device."""
+        row = torch.tensor([values], dtype=torch.float64)
+        rows = row.repeat(self.world, 1)
+        if self.world > 1:
+            all_gather(rows, row)
+        return rows
+
     def agree(self, number: int) -> bool:
         """Return whether all workers have the same number, which must be below 2^20."""
         total, squares = self.sum(number, number**2)
@@ -186,8 +197,9 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     store = _open_group(device) if in_group else None
     try:
         mesh = _mesh(device, sizes)
-        with joined():
-            yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, mesh, sizes.context, store)
+        workers = Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, mesh, sizes.context, store)
+        with joined(), workers.clock.counts_waits() if world > 1 else nullcontext():
+            yield workers
     finally:
         if is_first and dist.is_initialized():  # some engines open a group for a single process
             close = _closing.pop() if _closing else dist.destroy_process_group

@@ -24,6 +24,7 @@ from rapidformer_templates.engines.step import Step, seed_forward
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.switches.layout.pipeline import StageRunner
 from rapidformer_templates.switches.layout.schedule import LEAVING, Action, Kind, with_transfers
+from rapidformer_templates.system.phase_clock import BACKWARD, FORWARD
 from rapidformer_templates.system.workers import Workers
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -256,6 +257,7 @@ class PipelineStep(Step):
 
     def _forward_of_stage(self, stage: int, number: int) -> None:
         engine, microbatch = self.engine, self.microbatches[number]
+        engine.workers.clock.enter(FORWARD)
         hidden = None
         if stage:
             hidden = self._incoming.pop(Action(Kind.RECEIVE_FORWARD, stage, number)).unpack().requires_grad_()
@@ -282,6 +284,7 @@ class PipelineStep(Step):
     def _backward_of_stage(self, stage: int, number: int) -> None:
         engine, part = self.engine, stage // self.engine.workers.pipeline
         engine._last = number == len(self.microbatches) - 1
+        engine.workers.clock.enter(BACKWARD)
         self._follow(stage, number)
         if stage == engine.last_stage:
             self._begin_backward(self._losses.pop(number), self.microbatches[number])
