@@ -192,7 +192,7 @@ def _phases_with_waits(workers: Any, flags: str) -> tuple[set[str], list[str]]:
 
     class Job(Slow):
         def on_step_end(self, step: int, result: Any) -> None:
-            busy, waiting = self.run_clock.take()
+            _, waiting = self.run_clock.take()
             seen.update(phase for phase, seconds in waiting.items() if seconds)
             dist.barrier()
             assert self.run_clock.take()[1][watch.OWN_CODE] >= 1

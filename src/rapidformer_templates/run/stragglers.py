@@ -67,7 +67,7 @@ class Straggler(NamedTuple):
 
 
 class StragglerSummary(TypedDict):
-    """A straggler in ``summary.json``. Times are those of the last report.
+    """A straggler in ``summary.json``. The times belong to the last report.
 
     Attributes:
         reports: number of periods in which it was slow.
