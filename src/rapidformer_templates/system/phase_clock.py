@@ -45,9 +45,9 @@ class PhaseClock:
     def take(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Return the seconds in which this worker was busy, and those in which it waited, since the last call."""
         self.enter(self._phase)
-        taken = self._busy, self._waiting
+        seconds = self._busy, self._waiting
         self._busy, self._waiting = defaultdict(float), defaultdict(float)
-        return taken
+        return seconds
 
     @contextmanager
     def counts_waits(self) -> Iterator[None]:
