@@ -148,9 +148,9 @@ class StragglerCheck:
         if stragglers:
             hosts = self.workers.gather(socket.gethostname())
             for straggler in stragglers:
-                self._report(straggler, hosts[straggler.rank], step)
+                self._announce(straggler, hosts[straggler.rank], step)
 
-    def _report(self, straggler: Straggler, host: str, step: int) -> None:
+    def _announce(self, straggler: Straggler, host: str, step: int) -> None:
         first = step - PERIOD + 1
         say(
             self.workers,
