@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from rapidformer_templates.errors import WorkerHangs
+from rapidformer_templates.system import phase_clock, replaced_functions
 from rapidformer_templates.system.launch import line_of, report_error
 from rapidformer_templates.system.phase_clock import PhaseClock
 from rapidformer_templates.system.workers import Workers
@@ -44,6 +45,9 @@ SETUP_SECONDS = 1800
 
 BEAT = 1.0
 """Maximum seconds between two publications of a worker."""
+
+PASSED_THROUGH = (phase_clock.__file__, replaced_functions.__file__)
+"""Modules that wrap the waits of collectives."""
 
 
 @dataclass(frozen=True)
@@ -256,9 +260,11 @@ def _position(frame: FrameType | None) -> tuple[str, str]:
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         is_library = any(part in path for part in ("/site-packages/", "/dist-packages/", "/lib/python"))
-        if package in path or not (is_library or path.startswith("<frozen")):
+        if path in PASSED_THROUGH:
+            pass  # the wait belongs to the collective that calls it
+        elif package in path or not (is_library or path.startswith("<frozen")):
             return f"{line_of(frame)} in {name}", call
-        if "/torch/distributed/" in path and name != "wrapper":
+        elif "/torch/distributed/" in path and name != "wrapper":
             call = call or name
         elif name == "_engine_run_backward":
             call = call or "backward"
