@@ -294,7 +294,7 @@ ATTRIBUTES_OF_OTHERS = {
     "skip_fwd_side_effects_in_bwd_under_checkpoint _boxed_call",
     "torch.autograd.Function": "then zeros",
     "onnxruntime": "graph_optimization_level inter_op_num_threads intra_op_num_threads optimized_model_filepath",
-    "deepspeed": "cur_hysteresis cur_scale is_fp16_supported last_overflow_iter process_gradients "
+    "deepspeed": "all_gather cur_hysteresis cur_scale is_fp16_supported last_overflow_iter process_gradients "
     "raise_error_at_min_scale reduce_ready_partitions_and_remove_grads _optimizer_step",
     "trackers": "experiment_name main_process_only run_id",
     "sys": "excepthook",

@@ -95,6 +95,22 @@ def partition(
     return masters
 
 
+@contextlib.contextmanager
+def _without_gathers(parameters: Sequence[Any]) -> Iterator[None]:
+    """Do not gather and partition these parameters inside the context.
+
+    DeepSpeed gathers each one when it registers a hook for its gradient. Only versions of torch before 2.1 need that.
+    """
+    methods = [(p, p.all_gather, p.partition) for p in parameters if hasattr(p, "all_gather")]
+    for parameter, _, _ in methods:
+        parameter.all_gather = parameter.partition = lambda: None
+    try:
+        yield
+    finally:
+        for parameter, all_gather, partition_again in methods:
+            parameter.all_gather, parameter.partition = all_gather, partition_again
+
+
 def _is_cast(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
     return dtype is not None and parameter.dtype != dtype and not is_quantized(parameter)  # codes keep their type
 
@@ -145,9 +161,10 @@ class DeepSpeedEngine(SingleEngine):
         differing = recipe.differences(named)
         self._parameters = [p for _, p in named]
         masters = self._convert(model, self.config)
-        self._deepspeed, _, _, _ = deepspeed.initialize(
-            model=model, optimizer=recipe.build(named, differing), config=self.config, dist_init_required=False
-        )
+        with _without_gathers(self._parameters):
+            self._deepspeed, _, _, _ = deepspeed.initialize(
+                model=model, optimizer=recipe.build(named, differing), config=self.config, dist_init_required=False
+            )
         self.model, self.optimizer = model.train(), self._deepspeed.basic_optimizer
         kind = zero_state.PartitionedParameters if self.zero_stage == 3 else zero_state.FlatGroups
         self._state = kind(self._deepspeed.optimizer, self.assembly, self.workers)
