@@ -42,6 +42,7 @@ ELSEWHERE = {
     r"rapidformer evaluate ": "tests/commands/test_evaluate.py",
     r"rapidformer predict ": "tests/commands/test_predict.py",
     r"rapidformer chat ": "tests/commands/test_chat.py",
+    r"rapidformer plan --auto-strategy --device-file": "tests/switches/auto_strategy/test_device_file.py",
     r"rapidformer doctor": "tests/commands/test_doctor.py",
     r"rapidformer --task TASK": "a form, not a command",
 }
