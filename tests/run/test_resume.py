@@ -138,6 +138,15 @@ def test_a_complete_run_can_be_resumed_to_its_summary(whole: Path, tmp_path: Pat
     assert_same(whole, tmp_path / "run")
 
 
+def test_a_damaged_summary_of_a_complete_run_is_written_anew(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run/summary.json").write_text('{"throughput": ')
+    run(tmp_path / "run", "--resume")
+    one, other = (json.loads((folder / "summary.json").read_text()) for folder in (whole, tmp_path / "run"))
+    assert all(one[name] == other[name] for name in ("best", "steps"))
+    assert one["metrics"] == pytest.approx(other["metrics"])
+
+
 @pytest.mark.slow
 def test_half_a_line_of_metrics_is_dropped(whole: Path, dead_after_4: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(dead_after_4, tmp_path / "run"))

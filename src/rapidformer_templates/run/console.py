@@ -64,11 +64,11 @@ def summarise(loop: Loop, metrics: dict[str, float], receipts: Measurements) -> 
         "stragglers": loop.stragglers.summary(),
         "skipped_lines": len(run.task.bad.skipped) if run.task else 0,
     }
-    if not loop.meter.steps and run.folder and run.folder.summary.exists():
+    if not loop.meter.steps and run.folder:
         # A complete run was resumed without a step, so its earlier measurements are still valid.
         earlier = run.folder.read_summary()
-        measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
-        summary |= {name: earlier[name] for name in measured} | {"stragglers": earlier.get("stragglers", [])}
+        measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank", "stragglers")
+        summary |= {name: earlier[name] for name in measured if name in earlier}
     summary["trackers"] = run.workers.broadcast(loop.log.end_trackers(summary))
     if run.workers.is_main and run.folder:
         write_json(run.folder.summary, finite(summary))

@@ -65,8 +65,12 @@ class RunFolder:
         self.stacks = self.path / "stacks"
 
     def read_summary(self) -> Summary:
-        summary: Summary = json.loads(self.summary.read_text(encoding="utf-8"))
-        return summary
+        """Return the summary that an earlier process wrote. It is empty if there is none that can be read."""
+        try:
+            summary = json.loads(self.summary.read_text(encoding="utf-8"))
+        except JSON_ERRORS:
+            return {}
+        return summary if isinstance(summary, dict) else {}
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Check that no earlier run would be overwritten by mistake.
