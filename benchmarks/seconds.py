@@ -33,7 +33,7 @@ from rapidformer_templates.switches.auto_strategy.timing import find_hardware
 FLAGS = (
     Flag("workers", 4, "maximum number of worker processes"),
     Flag("every", 1, "measure only every n-th layout, to try it out"),
-    Flag("device_file", "", "use this device file instead of measuring the rates", kind=str),
+    Flag("device-file", None, "use this device file instead of measuring the rates"),
 )
 
 GOAL_MEDIAN = 0.15
