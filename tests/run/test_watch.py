@@ -64,7 +64,7 @@ def test_a_worker_that_hangs_is_named(how: str, layout: str, tmp_path: Path) -> 
 def test_the_first_worker_keeps_the_store_and_can_stop_as_well(tmp_path: Path) -> None:
     ended = _run("stops", 0, "replicas", tmp_path / "run")
     assert ended.returncode == WorkerHangs.exit_status, ended.stderr
-    assert "worker 0 does not respond (stopped or gone)" in ended.stderr
+    assert "worker 0 at 127.0.0.1 does not respond (stopped or gone)" in ended.stderr
 
 
 @pytest.mark.distributed

@@ -250,7 +250,9 @@ def test_a_file_system_that_is_gone_for_half_a_minute_ends_no_run(tmp_path: Path
                 back[0] = time.monotonic() + 30
 
     pauses = mock.patch.object(files, "RETRY_SECONDS", (1, 2, 4, 8, 16, 16))
-    job = Passing([*FLAGS, "--epochs", "2", "--save", str(tmp_path / "run"), "--save-interval", "2"])
+    job = Passing(
+        [*FLAGS, "--epochs", "2", "--save", str(tmp_path / "run"), "--save-interval", "2", "--keep-checkpoints", "5"]
+    )
 
     def gone(call: str) -> int | None:
         return errno.EIO if "/run" in call and back[0] - 30 <= time.monotonic() < back[0] else None

@@ -48,13 +48,16 @@ def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, larg
         case "fsdp":
             return states.parameters, 0  # only shards reach the device
         case "zero-3":
-            return states.parameters + states.optimizer, largest
+            # DeepSpeed makes fp32 masters and a buffer for gradients. The other states follow in the first step.
+            masters = sum(FP32 * facts.count for facts in everything if facts.is_trained) // layout.world
+            return states.parameters + masters + states.gradients, largest
         case "zero-1" | "zero-2":
             exact = 0 if setting.precision == "fp32" else _built_bytes(everything)  # until the masters have the values
             return states.parameters + states.optimizer, exact
     owned = _built_bytes([facts.among(layout.experts) for facts in everything])
-    if layout.partitioning == "oss" and layout.replicas > 1 and not setting.gpu:
-        return owned, owned  # fairscale copies the parameters of each owner into a buffer, and freed memory stays
+    if layout.partitioning in ("oss", "oss-sdp") and layout.replicas > 1 and not setting.gpu:
+        # fairscale copies the parameters of each owner into a buffer, and freed memory stays. SDP also has its buckets.
+        return owned, owned + (states.gradients if layout.partitioning == "oss-sdp" else 0)
     return owned, largest
 
 
