@@ -271,7 +271,7 @@ class PowerCuts:
         events: number of recorded events.
         states: number of states that were tried.
         outcomes: number of states by what a resume finds.
-        continued: number of states that a run was continued from. Each stands for the states that are like it.
+        continued: number of states that a run was continued from. Each represents the states of its kind.
         faults: descriptions of the first states in which something is wrong.
     """
 

@@ -135,7 +135,7 @@ class Disk:
             self.names.setdefault(node, {})
 
     def tree(self) -> dict[str, bytes | None]:
-        """Return the contents by path. None stands for a folder."""
+        """Return the contents by path. The content of a folder is None."""
         found: dict[str, bytes | None] = {}
 
         def walk(folder: int, path: str) -> None:

@@ -160,7 +160,11 @@ class Step:
 
     @final
     def _begin_forward(self, microbatch: MicroBatch, stage: int = 0) -> tuple[nn.Module | Recorder, Batch]:
-        """Enter the context of a forward of the last stage."""
+        """Enter the context of a forward.
+
+        Args:
+            stage: the pipeline stage that computes the loss.
+        """
         seed_forward(microbatch, stage)
         self._engine.workers.clock.enter(FORWARD)
         batch = self._enter(self._engine._forward_context(microbatch))

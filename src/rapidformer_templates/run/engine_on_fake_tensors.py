@@ -89,7 +89,7 @@ def memory_of_rank(
         build_engine(run)
         batch = source.batch(plan.sizes.micro_batch)
         with known_links(run.engine, lambda model: source.compute_loss(model, batch)):
-            for count in _micro_batches(plan):
+            for count in _accumulation_of_steps(plan):
                 live.reset_peak()
                 microbatches = list(_microbatches(run, batch, count))
                 run.engine.step(microbatches, float(count)).run(1.0)
@@ -98,8 +98,8 @@ def memory_of_rank(
     return EngineMemory(rank, live.peak, *kinds)
 
 
-def _micro_batches(plan: Plan) -> Sequence[int]:
-    """Return the micro batches of each step. The first step only creates the state of the optimizer."""
+def _accumulation_of_steps(plan: Plan) -> Sequence[int]:
+    """Return the number of micro batches of each step. The first step only creates the state of the optimizer."""
     sizes = plan.sizes
     if sizes.pipeline == 1:
         return 1, min(sizes.accumulation, ENOUGH_MICRO_BATCHES)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer_templates.errors import CheckpointError, ConfigError, RapidformerError
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.run.checkpoint.check import problem_of
-from rapidformer_templates.run.checkpoint.format import candidates
+from rapidformer_templates.run.checkpoint.format import candidates, step_of
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.system import files as storage
 from rapidformer_templates.system.files import sync
@@ -57,7 +57,9 @@ class Mirror:
         self._folder, self._workers = folder, workers
         self._resumes, self._overwrites = resumes, overwrites
         self._others: dict[str, int] = {}
-        self._others = {} if resumes else self._local()
+        """When each checkpoint of another run in the folder was written."""
+        if not resumes:
+            self._others = self._local()
         self._copied: dict[str, int] = {}
         self._damaged: set[str] = set()
         """The checkpoints under the URL that are complete but not intact."""
@@ -129,9 +131,13 @@ class Mirror:
         self._copy_files(WITH_CHECKPOINTS)
         for name in local:
             self._copy_checkpoint(target, f"{root}/checkpoints/{name}", name, remote_files.get(name, {}))
+        newest = max(map(_step_of_name, local))
         for name in remote_files.keys() - local.keys():
-            if int(name.removeprefix("step-")) < max(int(n.removeprefix("step-")) for n in local):
-                _delete(target, f"{root}/checkpoints/{name}", remote_files[name])
+            if _step_of_name(name) < newest:
+                folder = f"{root}/checkpoints/{name}"
+                if MANIFEST in remote_files[name]:
+                    target.rm_file(f"{folder}/{MANIFEST}")
+                target.rm(folder, recursive=True)
         self._copied = local
 
     def _copy_checkpoint(
@@ -207,7 +213,7 @@ class Mirror:
 
     def _fetch_from(self, target: AbstractFileSystem, root: str, remote_files: dict[str, dict[str, int]]) -> None:
         problems = []
-        for name in sorted(remote_files, key=lambda n: int(n.removeprefix("step-")), reverse=True):
+        for name in sorted(remote_files, key=_step_of_name, reverse=True):
             problem = self._fetch_checkpoint(target, f"{root}/checkpoints/{name}", name, remote_files[name])
             if problem is None:
                 break
@@ -281,10 +287,8 @@ def _entries(target: AbstractFileSystem, path: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _delete(target: AbstractFileSystem, folder: str, sizes: dict[str, int]) -> None:
-    if MANIFEST in sizes:
-        target.rm_file(f"{folder}/{MANIFEST}")
-    target.rm(folder, recursive=True)
+def _step_of_name(name: str) -> int:
+    return step_of(Path(name))
 
 
 def _other_run(url: str) -> ConfigError:

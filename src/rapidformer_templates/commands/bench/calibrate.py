@@ -119,10 +119,11 @@ def fit_rates(measured: Sequence[Measurements]) -> WorkerRates:
 
     precisions = {}
     for name in first.products:
-        products = [
-            (tile_flops(_product(*sizes[0][:3]), first.multiprocessors), mean(sizes)[1])
-            for sizes in zip(*(each.products[name] for each in measured), strict=True)
-        ]
+        products = []
+        for of_workers in zip(*(each.products[name] for each in measured), strict=True):
+            rows, inner, columns, _ = of_workers[0]
+            product = Product(1, rows, inner, columns, 1, 0, 2 * rows * inner * columns)
+            products.append((tile_flops(product, first.multiprocessors), mean(of_workers)[1]))
         delay, per_operation = fit_line(products)
         attention = [mean(values) for values in zip(*(each.attention[name] for each in measured), strict=True)]
         between = [mean(values) for values in zip(*(each.activations[name] for each in measured), strict=True)]
@@ -149,10 +150,6 @@ def fit_rates(measured: Sequence[Measurements]) -> WorkerRates:
         host_link=to_host[0][0] / mean(to_host)[1] / GB if to_host else None,
         exchanges=exchanges,
     )
-
-
-def _product(rows: int, inner: int, columns: int) -> Product:
-    return Product(1, rows, inner, columns, 1, 0, 2 * rows * inner * columns)
 
 
 def rates_table(device: DeviceFile) -> Table:

@@ -98,7 +98,7 @@ class DeviceFile:
     rates: tuple[WorkerRates, ...]
 
     def rates_of(self, workers: int) -> WorkerRates:
-        """Return the rates that were measured with the most similar number of workers."""
+        """Return the rates that were measured with the closest number of workers."""
         return min(self.rates, key=lambda rates: abs(math.log(rates.workers / workers)))
 
     def write(self, file: Path) -> None:

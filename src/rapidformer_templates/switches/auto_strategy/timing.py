@@ -236,16 +236,14 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
         host_gb=host_memory_gb,
         exchanges=rates.exchanges if rates and GIVEN["intra_node"] not in os.environ else {},
     )
-    return (
-        replace(
-            hardware,
-            kernel_seconds=rates.precisions[precision].kernel_seconds,
-            launch_seconds=rates.launch_seconds,
-            activation_bandwidth=rates.precisions[precision].activation_bandwidth,
-            update_bandwidth=rates.update_bandwidth,
-        )
-        if rates
-        else hardware
+    if rates is None:
+        return hardware
+    return replace(
+        hardware,
+        kernel_seconds=rates.precisions[precision].kernel_seconds,
+        launch_seconds=rates.launch_seconds,
+        activation_bandwidth=rates.precisions[precision].activation_bandwidth,
+        update_bandwidth=rates.update_bandwidth,
     )
 
 
