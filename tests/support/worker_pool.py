@@ -217,8 +217,7 @@ class WorkerPool:
         forks = self.device == "cpu"
         if forks:
             _preload()
-            leave_group()
-            _forget_meshes()  # now, because a fork cannot free what this process has put into the cache
+            _prepare_fork()
         context = multiprocessing.get_context("fork") if forks else _starter(self.device)
         for rank in range(len(self._processes), count):
             here, there = context.Pipe()
@@ -288,8 +287,19 @@ def _preload() -> None:
     gc.freeze()
 
 
+def _prepare_fork() -> None:
+    """Free the process groups of this process.
+
+    Their threads do not exist in a fork. A fork that freed one, even as garbage of a reference cycle, would wait for
+    these threads forever or crash.
+    """
+    leave_group()
+    _forget_meshes()
+    gc.collect()
+
+
 def leave_group() -> None:
-    """Close a process group that this process has opened. The threads of the group would not exist in a fork."""
+    """Close a process group that this process has opened."""
     if torch.distributed.is_initialized():
         # DeepSpeed keeps copies of the group. It forgets them only if it closes the group itself.
         deepspeed: Any = sys.modules.get("deepspeed.comm.comm")
@@ -378,7 +388,7 @@ def become_worker(rank: int, count: int, port: int, environment: Mapping[str, st
 def new_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return a process that runs a function when it is started. It is forked from this one, so it has its imports."""
     end_pool()
-    leave_group()
+    _prepare_fork()
     return multiprocessing.get_context("fork").Process(target=_on_one_thread, args=(function, *arguments))
 
 
@@ -405,7 +415,7 @@ def start_workers(
     end_pool()
     if method == "fork":
         _preload()
-        leave_group()
+        _prepare_fork()
     details = (count, free_port(), folder, dict(os.environ), function, arguments)
     return mp.start_processes(_work_once, details, nprocs=count, join=False, start_method=method)
 
