@@ -44,7 +44,7 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
     config = parse(
         argv,
         REGISTRY.options(),
-        prog=_source(template)[0] or "rapidformer",
+        prog=_file(template) or "rapidformer",
         description=(template.__doc__ or "").strip().partition("\n")[0],
         user=template.Flags,
         in_code=in_code,
@@ -195,8 +195,11 @@ def _origin(template: type[Template], config: RunConfig) -> str:
     """Return where the template was chosen: ``train.py:8`` for a class, or the reason in a black-box run."""
     if template.__name__ == library_template(template):
         return _reason(template.__name__, config)
-    file, line = _source(template)
-    return f"{file}:{line}" if line else file or "in code"
+    try:
+        line = inspect.getsourcelines(template)[1]
+    except (OSError, TypeError):  # for example, a class that was typed at a prompt
+        return _file(template) or "in code"
+    return f"{_file(template)}:{line}"
 
 
 def _reason(template: str, config: RunConfig) -> str:
@@ -205,10 +208,9 @@ def _reason(template: str, config: RunConfig) -> str:
     return reason if chosen == template else "in code"
 
 
-def _source(template: type[Template]) -> tuple[str | None, int | None]:
-    """Return (file, line) of a class. Unknown values are None, for example for a class typed at a prompt."""
+def _file(template: type[Template]) -> str:
+    """Return the name of the file that defines a class, or an empty string if there is none."""
     try:
-        file = Path(inspect.getsourcefile(template) or "").name
-        return file or None, inspect.getsourcelines(template)[1]
+        return Path(inspect.getsourcefile(template) or "").name
     except (OSError, TypeError):
-        return None, None
+        return ""
