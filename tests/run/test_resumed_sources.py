@@ -42,6 +42,10 @@ STREAMS = ("stream", "packed stream", "streamed corpus")
 EVERY = [(source, loaders, world) for source in SOURCES for loaders in ("0", "1", "2") for world in (1, 2)]
 EVERY += [(source, "2 spawned", 1) for source in SOURCES]
 SHORT = [*((source, "1", 1) for source in STREAMS), *((source, "2", 1) for source in ("files", "packed", "blend"))]
+SPAWNED_TOO = ("grouped", "packed stream", "blend")
+"""Sources with spawned loaders that ``make test-longer`` runs. A spawned process imports everything again."""
+SLOW = [(source, "2 spawned", 1) for source in SOURCES if source not in SPAWNED_TOO]
+SLOW += [(source, loaders, 2) for source in SOURCES for loaders in ("0", "2") if source not in STREAMS]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +88,7 @@ def lines_of(folder: Path) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("source", "loaders", "world"), by_default(SHORT, EVERY))
+@pytest.mark.parametrize(("source", "loaders", "world"), by_default(SHORT, EVERY, SLOW))
 def test_a_resumed_run_has_the_lines_of_the_whole_one(
     source: str, loaders: str, world: int, data: Path, gpt_folder: Path, tmp_path: Path
 ) -> None:

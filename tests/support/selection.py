@@ -1,4 +1,4 @@
-"""Choose which cases ``make test`` runs. ``make test-longer`` runs the others. Fixtures train only what is tested."""
+"""Choose which cases ``make test`` and ``make test-longer`` run. Fixtures train only what is tested."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 
-def by_default(taken: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Build parameters for :func:`pytest.mark.parametrize`. All cases except ``taken`` get the mark ``longer``.
+def by_default(taken: Collection[Any], cases: Iterable[Any], exhaustive: Collection[Any] = ()) -> list[Any]:
+    """Build parameters for :func:`pytest.mark.parametrize`.
 
-    A case that is a tuple contains the values of several arguments.
+    Cases of ``exhaustive`` get the mark ``exhaustive``, and all others except ``taken`` the mark ``longer``. A case that
+    is a tuple contains the values of several arguments.
     """
     parameters = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
-        parameters.append(pytest.param(*values, marks=() if case in taken else pytest.mark.longer))
+        other = pytest.mark.exhaustive if case in exhaustive else pytest.mark.longer
+        parameters.append(pytest.param(*values, marks=() if case in taken else other))
     return parameters
 
 
