@@ -11,8 +11,8 @@ import pytest
 def by_default(taken: Collection[Any], cases: Iterable[Any], exhaustive: Collection[Any] = ()) -> list[Any]:
     """Build parameters for :func:`pytest.mark.parametrize`.
 
-    Cases of ``exhaustive`` get the mark ``exhaustive``, and all others except ``taken`` the mark ``longer``. A case that
-    is a tuple contains the values of several arguments.
+    Cases of ``exhaustive`` get the mark ``exhaustive``, and all others except ``taken`` the mark ``longer``. A case
+    that is a tuple contains the values of several arguments.
     """
     parameters = []
     for case in cases:
