@@ -148,12 +148,33 @@ def test_layouts_of_own_hooks(
             assert memory["parameters"] == round(5 * (width * width + width) * 4 / 1e9, 6)
 
 
-def test_an_own_optimizer_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+OWN_OPTIMIZER = """
+    def build_optimizer(self):
+        from rapidformer_templates import OptimizerSpec
+        return OptimizerSpec(torch.optim.RMSprop, {"lr": 0.1, "centered": True, "momentum": 0.9})
+"""
+
+
+@pytest.mark.slow
+def test_a_layout_with_an_own_optimizer_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN_HOOKS.replace("{width}", "80").replace("{more}", OWN_OPTIMIZER.strip()))
+    words = ["--device", "cpu", "--world-size", "2", "--micro-batch-size", "2", "--no-save", "--tokens", "1M"]
+    prediction = planned(capsys, *words, "--use-distributed-optimizer", "--user-script", str(script))["prediction"]
+    elements = 5 * (80 * 80 + 80)
+    assert prediction["memory_gb"]["parameters"] == round(elements * 4 / 1e9, 6)
+    assert prediction["memory_gb"]["optimizer"] == pytest.approx(elements * 3 * 4 / 2 / 1e9, abs=2e-6)
+    assert prediction["not_predicted"][-1]["switch"] == "build_optimizer()"
+
+
+def test_layouts_with_an_own_optimizer_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "own.py"
     script.write_text(OWN_HOOKS.replace("{more}", "def build_optimizer(self):\n        raise AssertionError"))
-    for words, subject in (["--auto-strategy"], "--auto-strategy"), (["--tokens", "1M"], "the planner"):
-        assert main(["plan", *words, "--device", "cpu", "--user-script", str(script)]) == 2
-        assert f"{subject} cannot see what Own.build_optimizer makes" in capsys.readouterr().err
+    words = ["plan", "--auto-strategy", "--device", "cpu", "--user-script", str(script)]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "--auto-strategy cannot see what Own.build_optimizer makes" in error
+    assert "rapidformer plan --tokens 1B --user-script … predicts the memory of one layout" in error
 
 
 MISTAKES = {

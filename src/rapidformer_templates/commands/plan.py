@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 from rapidformer_templates.data.finetuning.locating import steps_of
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rapidformer_templates.run.run import Template
+    from rapidformer_templates.switches.auto_strategy.command import MeasurePlan
     from rapidformer_templates.switches.auto_strategy.model_of_flags import ModelSource
 
 DESCRIPTION = """Resolve the flags of a training command, print the plan, and start nothing.
@@ -240,7 +242,7 @@ def _plan_script(script: str, words: list[str]) -> int:
         if not options.yaml and (configure.is_searched(config) or options.terms):
             from rapidformer_templates.switches.auto_strategy.model_of_flags import FlagModel
 
-            source = hook_model(template, FlagModel)
+            source = hook_model(template, FlagModel, searching=configure.is_searched(config))
         return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config), source
 
     template, environment, notes, source = scripts.capture_template(script, rest, inspect)
@@ -250,7 +252,12 @@ def _plan_script(script: str, words: list[str]) -> int:
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
     about_script: AboutScript = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
-    return _show_resolved(config, detected, options, checks, about_script, notes, source)
+    measure = None
+    if source and "build_optimizer" in about_script["hooks"]:
+        from rapidformer_templates.run.engine_on_fake_tensors import memory_of_own_optimizer
+
+        measure = partial(memory_of_own_optimizer, template, source)
+    return _show_resolved(config, detected, options, checks, about_script, notes, source, measure)
 
 
 Check = Callable[[RunConfig], object]
@@ -272,11 +279,13 @@ def _show_resolved(
     script: AboutScript | None = None,
     notes: tuple[str, ...] = (),
     source: ModelSource | None = None,
+    measure: MeasurePlan | None = None,
 ) -> int:
     """Resolve, check and print the plan, and return the exit status.
 
     Args:
         source: builds the model of a script whose hooks do that.
+        measure: returns the memory of a plan with the script's own optimizer.
     """
     options.check(config)
     try:
@@ -308,7 +317,7 @@ def _show_resolved(
     if options.terms:
         from rapidformer_templates.switches.auto_strategy.command import predict_run
 
-        more["prediction"], predicted = predict_run(plan, config, detected, options.terms, source)
+        more["prediction"], predicted = predict_run(plan, config, detected, options.terms, source, measure)
         lines += predicted
     if options.json:
         print(json.dumps({"ok": True, "plan": plan.to_json(), **more}, indent=2))

@@ -101,6 +101,11 @@ AUTO_STRATEGY, AUTO_MEMORY = "auto-strategy", "auto-memory"
 OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
 """Hooks that change the cost of a step."""
 
+PLAN_ONE_LAYOUT = (
+    "rapidformer plan --tokens 1B --user-script … predicts the memory of one layout: repeat it with the flags of others"
+)
+"""The hint for a search of a script with its own optimizer."""
+
 
 def own_hooks_of_model(template: type[Template]) -> list[str]:
     """Return the hooks of a script that change the cost of a step."""
@@ -122,7 +127,7 @@ def _with_planned_layout(template: type[Template], config: RunConfig, requesting
         flag = spelling(requesting) + (f" {AUTO_MEMORY}" if requesting == "pipeline_stages" else "")
         hook, hint = own[0], f"rapidformer plan {flag} --user-script … plans it: pass the flags that it shows"
         if "build_optimizer" in own:
-            hook, hint = "build_optimizer", f"plan {flag} with an optimizer of --optimizer, and pass the flags"
+            hook, hint = "build_optimizer", PLAN_ONE_LAYOUT
         raise ConfigError(
             f"{flag} cannot see what {template.__name__}.{hook} makes",
             where=f"{flag} ({config.origin(requesting)})",

@@ -6,7 +6,7 @@ memory. Nothing is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -17,15 +17,20 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.receipt import bytes_by_kind
+from rapidformer_templates.errors import ConfigError, ModelError, RapidformerError
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.building import build_engine
 from rapidformer_templates.run.run import Run, Template
 from rapidformer_templates.switches.auto_strategy.fake_world import counted_engine, known_links, lone_worker
+from rapidformer_templates.switches.auto_strategy.results import Memory
 from rapidformer_templates.switches.auto_strategy.trace import ENOUGH_ROUNDS
 from rapidformer_templates.switches.auto_strategy.tracing import in_forks
 
 ENOUGH_MICRO_BATCHES = 3
 """Micro batches without a pipeline: the first, one that is repeated, and the last."""
+
+
+OFFLOADED = "offload-activations"
 
 
 class PlannedModel(Protocol):
@@ -43,7 +48,8 @@ class EngineMemory:
     Attributes:
         rank: the worker.
         peak: the highest sum of live storages during the step.
-        parameters, gradients, optimizer: its states between two steps, as in the receipts of a run.
+        parameters, gradients, optimizer: its states, as in the receipts of a run: between two steps, and gradients
+            before the update.
     """
 
     rank: int
@@ -51,6 +57,53 @@ class EngineMemory:
     parameters: int
     gradients: int
     optimizer: int
+
+
+def memory_of_own_optimizer(
+    template: Template, source: PlannedModel, plan: Plan, unpredicted: Container[str] = ()
+) -> Memory:
+    """Return the memory of the worker that needs most, with the optimizer of the template's ``build_optimizer``.
+
+    Args:
+        unpredicted: switches whose effect the planner does not predict. They are left out.
+
+    Raises:
+        ConfigError: the engine or a switch of the plan cannot run on tensors without data.
+        ModelError: a hook or a switch needs values.
+    """
+    _check_support(plan)
+    plan = replace(plan, switches=tuple(name for name in plan.switches if name not in unpredicted))
+    try:
+        result = engine_memory(template, plan, source)
+    except RapidformerError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or "it gives no reason"
+        raise ModelError(
+            f"the engine cannot be planned with this build_optimizer(): {type(error).__name__}: {reason}",
+            where="build_optimizer()",
+            hint="the planner runs a step on tensors that have shapes but no values: the optimizer may read none",
+        ) from error
+    rest = result.peak - result.parameters - result.gradients - result.optimizer
+    return Memory(result.parameters, result.gradients, result.optimizer, buffers=0, activations=rest)
+
+
+def _check_support(plan: Plan) -> None:
+    engine = plan.engine.partition(":")[2]
+    if engine == "DeepSpeedEngine":
+        subject, hint = (
+            "DeepSpeed's engine",
+            "--use-distributed-optimizer and --fsdp-memory-optimization have own engines",
+        )
+    elif OFFLOADED in plan.switches:
+        subject, hint = OFFLOADED, "plan without it: the result is an upper bound of the memory of the device"
+    else:
+        return
+    raise ConfigError(
+        f"{subject} cannot be planned with your own build_optimizer(): it needs values, not only shapes",
+        where="build_optimizer()",
+        hint=hint,
+    )
 
 
 def engine_memory(template: Template, plan: Plan, source: PlannedModel, blocks: int | None = None) -> EngineMemory:
@@ -87,6 +140,10 @@ def memory_of_rank(
         hooks.run_begins(run)
         run.data = Data(train=range(1), collate=lambda samples: source.batch(len(samples)))
         build_engine(run)
+        gradients: list[int] = []
+        run.engine.before_update.append(
+            lambda: gradients.append(bytes_by_kind(run.engine.local_tensors())["gradients"])
+        )
         batch = source.batch(plan.sizes.micro_batch)
         with known_links(run.engine, lambda model: source.compute_loss(model, batch)):
             for count in _accumulation_of_steps(plan):
@@ -94,8 +151,7 @@ def memory_of_rank(
                 microbatches = list(_microbatches(run, batch, count))
                 run.engine.step(microbatches, float(count)).run(1.0)
         states = bytes_by_kind(run.engine.local_tensors())
-    kinds = (states[kind] for kind in ("parameters", "gradients", "optimizer"))
-    return EngineMemory(rank, live.peak, *kinds)
+    return EngineMemory(rank, live.peak, states["parameters"], gradients[-1], states["optimizer"])
 
 
 def _accumulation_of_steps(plan: Plan) -> Sequence[int]:

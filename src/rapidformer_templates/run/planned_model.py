@@ -23,7 +23,7 @@ from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.building import build_data, turn_off_cache
-from rapidformer_templates.run.configure import own_hooks_of_model
+from rapidformer_templates.run.configure import PLAN_ONE_LAYOUT, own_hooks_of_model
 from rapidformer_templates.run.hooks import checked_model
 from rapidformer_templates.run.run import Run, Template
 from rapidformer_templates.system.workers import Workers
@@ -96,21 +96,24 @@ class HookModel:
         return microbatch
 
 
-def hook_model(template: Template, default: Callable[[RunConfig], DefaultModel]) -> HookModel | None:
+def hook_model(
+    template: Template, default: Callable[[RunConfig], DefaultModel], *, searching: bool = False
+) -> HookModel | None:
     """Return the source of a model that a script's own hooks make, or None if its flags describe model and batches.
 
     Args:
         default: see :class:`HookModel`.
+        searching: whether layouts are compared, which needs the state of each optimizer in every layout.
 
     Raises:
-        ConfigError: the script has its own optimizer, and the size of its state is unknown.
+        ConfigError: layouts are compared, and the script has its own optimizer.
     """
     own = own_hooks_of_model(type(template))
-    if "build_optimizer" in own:
+    if searching and "build_optimizer" in own:
         raise ConfigError(
-            f"the planner cannot see what {type(template).__name__}.build_optimizer makes",
+            f"a search cannot see what {type(template).__name__}.build_optimizer makes",
             where="build_optimizer()",
-            hint="plan with an optimizer of --optimizer",
+            hint=PLAN_ONE_LAYOUT,
         )
     return HookModel(template, default) if own else None
 

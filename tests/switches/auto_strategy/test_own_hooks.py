@@ -13,9 +13,11 @@ from torch.nn import functional
 from transformers import GPT2Config
 
 from rapidformer_templates import Data, Trainer
-from rapidformer_templates.errors import ModelError
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.errors import ConfigError, ModelError
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.run.engine_on_fake_tensors import memory_of_own_optimizer
 from rapidformer_templates.run.planned_model import HookModel
 from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
@@ -84,6 +86,7 @@ class MeasuredJob(TaggerJob):
         self.peaks: list[int] = []
         self.watching = ExitStack()
         self.live = self.watching.enter_context(LiveStorages())
+        self.watching.enter_context(self.live.following_resizes())
         return super().build_data()
 
     def on_step_end(self, step: int, result: Any) -> None:
@@ -93,9 +96,36 @@ class MeasuredJob(TaggerJob):
             self.watching.close()
 
 
-def run(workers: Workers | None, words: list[str]) -> tuple[list[StateBytes], int]:
+class OwnOptimizer(TaggerJob):
+    def build_optimizer(self) -> OptimizerSpec:
+        return OptimizerSpec(KeepsThree, {"lr": 1e-3})
+
+
+class MeasuredOptimizer(OwnOptimizer, MeasuredJob):
+    """Measures the peak of each step with this optimizer."""
+
+
+class KeepsThree(torch.optim.Optimizer):
+    """An optimizer that no table of the planner describes."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    for name in ("one", "two", "three"):
+                        self.state[parameter].setdefault(name, torch.zeros_like(parameter))
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def run(
+    workers: Workers | None, words: list[str], kind: type[MeasuredJob] = MeasuredJob
+) -> tuple[list[StateBytes], int]:
     """Return the states of each rank according to the receipts, and the usual peak of this worker."""
-    job = MeasuredJob(words)
+    job = kind(words)
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
     held = job.fit()["receipts"]["held_bytes_by_rank"]
     return [StateBytes(*(rank[kind] for kind in kinds)) for rank in held], sorted(job.peaks[1:])[1]
@@ -126,6 +156,41 @@ def test_a_run_of_own_hooks_needs_what_is_predicted(workers: int, flags: str) ->
     ranks = [run(None, words)] if workers == 1 else run_in_workers(workers, run, words)
     assert states_by_worker(shapes, layout, options) == ranks[0][0]
     assert predict(shapes, layout, options).total == pytest.approx(max(peak for _, peak in ranks), rel=0.005)
+
+
+OWN_OPTIMIZERS = [
+    SHARDED,
+    (1, "--micro-batch-size 4 --global-batch-size 8"),
+    (1, "--micro-batch-size 8 --mixed-precision bf16 --checkpoint-activations"),
+    (2, "--micro-batch-size 4 --global-batch-size 16 --pipeline-model-parallel-size 2"),
+    (2, "--micro-batch-size 8"),
+    (2, "--micro-batch-size 4 --fsdp-memory-optimization"),
+    (2, "--micro-batch-size 4 --oss-memory-optimization"),
+    (2, "--micro-batch-size 4 --oss-sdp-memory-optimization"),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("workers", "flags"), by_default([SHARDED], OWN_OPTIMIZERS))
+def test_a_run_with_an_own_optimizer_needs_what_its_engine_needs_on_fake_tensors(workers: int, flags: str) -> None:
+    words = f"--device cpu --lr 1e-3 --train-iters {STEPS} --no-save {flags}".split()
+    job = OwnOptimizer(words)
+    plan = resolve(job.config, detect("Trainer", "test", device="cpu", world_size=workers))
+    memory = memory_of_own_optimizer(job, HookModel(job, FlagModel), plan)
+
+    kind = MeasuredOptimizer
+    ranks = [run(None, words, kind)] if workers == 1 else run_in_workers(workers, run, words, kind)
+    held = ranks[0][0]
+    assert StateBytes(memory.parameters, memory.gradients, memory.optimizer) in held
+    assert memory.total == pytest.approx(max(peak for _, peak in ranks), rel=0.01)
+
+
+def test_layouts_that_an_own_optimizer_cannot_be_planned_for_are_refused() -> None:
+    job = OwnOptimizer(["--device", "cpu", "--lr", "1", "--no-save", "--zero-2-memory-optimization"])
+    plan = resolve(job.config, detect("Trainer", "test", device="cpu", world_size=2))
+    with pytest.raises(ConfigError, match="DeepSpeed's engine cannot be planned with your own build_optim") as caught:
+        memory_of_own_optimizer(job, HookModel(job, FlagModel), plan)
+    assert "--use-distributed-optimizer" in str(caught.value.hint)
 
 
 class LossJob(Trainer):

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Console
@@ -26,7 +26,7 @@ from rapidformer_templates.switches.auto_strategy.comparison import (
     with_layout_flags,
 )
 from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout, layout_of, memory_options_of
-from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE, Candidate, SearchResult, Unknown
+from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE, Candidate, Memory, SearchResult, Unknown
 from rapidformer_templates.switches.auto_strategy.search_cache import cache_file, read_result, write_result
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
@@ -52,6 +52,9 @@ SHOWN = 10
 class NothingFits(RapidformerError):
     """No layout of the workers fits the model."""
 
+
+MeasurePlan: TypeAlias = Callable[[Plan, Sequence[str]], Memory]
+"""Runs the engine of a plan on tensors without data, without some switches, and returns the memory that it needs."""
 
 Subjects: TypeAlias = "dict[tuple[str, ...], Subject]"
 """Traced models of earlier searches, by the switches that change them."""
@@ -178,12 +181,18 @@ def train_with(
 
 
 def predict_run(
-    plan: Plan, config: RunConfig, environment: Environment, terms: TrainingTerms, source: ModelSource | None = None
+    plan: Plan,
+    config: RunConfig,
+    environment: Environment,
+    terms: TrainingTerms,
+    source: ModelSource | None = None,
+    measure: MeasurePlan | None = None,
 ) -> tuple[dict[str, object], list[str]]:
     """Return the prediction for a plan's own layout, as JSON and as lines for people.
 
     Args:
         source: builds the model. The default is the model of the flags.
+        measure: returns the memory of training with an optimizer that the flags do not describe.
 
     Raises:
         ModelError: the model cannot be built.
@@ -196,8 +205,14 @@ def predict_run(
     subject = Subject(config, plan, gpu=environment.device != "cpu", source=source)
     one = Search(config, environment, subject, hardware)
     setting = memory_options_of(plan, one.subject.shapes.width)
-    candidate = one.predict(layout_of(plan), setting)
-    constraint, unknown = one.constraint(candidate.memory, candidate.setup, setting), one.unknown()
+    unknown = one.unknown()
+    memory = None
+    if measure:
+        memory = measure(plan, [each.switch for each in unknown if "activations" in each.kinds])
+        as_if = f"the update takes the seconds, and a checkpoint the space, that {plan.optimizer} needs"
+        unknown = (*unknown, Unknown("build_optimizer()", ("time",), as_if))
+    candidate = one.predict(layout_of(plan), setting, memory)
+    constraint = one.constraint(candidate.memory, candidate.setup, setting)
     training = train_with(candidate, config, environment, terms, one.totals())
     as_json = {
         **layout_to_json(candidate, training),

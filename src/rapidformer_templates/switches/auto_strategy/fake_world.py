@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest.mock import patch
+from warnings import catch_warnings
 
 import torch
 import torch.distributed as dist
@@ -143,7 +144,8 @@ def _reducer_without_peers() -> Iterator[None]:
         return exchanged
 
     def build_alone(ddp: DistributedDataParallel, module: nn.Module, **options: Any) -> None:
-        build(ddp, module, **(options | {"init_sync": False, "broadcast_buffers": False}))
+        with catch_warnings(action="ignore", category=FutureWarning):  # its replacement needs peers
+            build(ddp, module, **(options | {"init_sync": False, "broadcast_buffers": False}))
         register(ddp, None, unchanged)
 
     with (

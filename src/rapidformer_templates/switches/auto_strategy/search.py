@@ -266,9 +266,13 @@ class Search:
             return Rejected(layout, constraint)
         return self._timed(layout, setting, memory, setup, exact=exact)
 
-    def predict(self, layout: Layout, setting: MemoryOptions) -> Candidate:
-        """Return a layout with its prediction, whether or not it fits."""
-        memory, setup = predict(self.subject.shapes, layout, setting), self._setup(layout, setting)
+    def predict(self, layout: Layout, setting: MemoryOptions, memory: Memory | None = None) -> Candidate:
+        """Return a layout with its prediction, whether or not it fits.
+
+        Args:
+            memory: of training. None predicts it for the optimizer of the flags.
+        """
+        memory, setup = memory or predict(self.subject.shapes, layout, setting), self._setup(layout, setting)
         return self._timed(layout, setting, memory, setup, exact=True)
 
     def _timed(
