@@ -16,8 +16,11 @@ from rapidformer_templates.run import mirror
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system import files
+from rapidformer_templates.system.workers import Workers
+from tests.support.jobs import CausalJob
 from tests.support.lines import FLAGS, Line
 from tests.support.webhdfs_server import WebHdfs, serve_webhdfs
+from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +89,30 @@ def test_a_run_whose_machine_is_lost_continues_to_the_bit(kind: str, tmp_path: P
         assert checkpoint_check.problem_of(copy / "checkpoints" / name) is None
     for name in ("metrics.jsonl", "summary.json", "export/model.safetensors"):
         assert (copy / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def count_steps(workers: Workers, flags: list[str]) -> int:
+    job = CausalJob(flags)
+    job.fit()
+    return len(job.curve)
+
+
+@pytest.mark.longer
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["--fsdp-memory-optimization", "--tensor-model-parallel-size 2"])
+def test_two_workers_continue_from_the_copy(layout: str, tmp_path: Path) -> None:
+    """The first worker fetches the checkpoint, and all of them read it."""
+    steps = "--lr 1e-3 --device cpu --micro-batch-size 2 --global-batch-size 4 --lr-decay-iters 6 --save-interval 2"
+    flags = [*steps.split(), *layout.split()]
+    copy = ["--mirror", f"file://{tmp_path}/copy"]
+    run_in_workers(2, count_steps, [*flags, "--train-iters", "6", "--save", str(tmp_path / "whole")])
+    run_in_workers(2, count_steps, [*flags, "--train-iters", "4", "--save", str(tmp_path / "first"), *copy])
+    shutil.rmtree(tmp_path / "first")
+    rest = [*flags, "--train-iters", "6", "--save", str(tmp_path / "second"), *copy, "--resume"]
+    assert run_in_workers(2, count_steps, rest) == [2, 2]
+    weights = [(tmp_path / run / "export" / "model.safetensors").read_bytes() for run in ("whole", "second", "copy")]
+    assert weights[0] == weights[1] == weights[2]
+    assert "step-6" in names(tmp_path / "copy")
 
 
 def test_storage_that_is_gone_for_a_while_ends_no_run(
