@@ -7,9 +7,11 @@ this module imports everything that is slow to import.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import inspect
 import json
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from enum import IntEnum
@@ -29,42 +31,67 @@ from benchmarks.models import callbacks, gpt2, trainer_arguments
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.folder import RunFolder, read_metrics
+from rapidformer_templates.system.phase_clock import EXCHANGE, PhaseClock
 from rapidformer_templates.trainer import Trainer
 
-STEPS, SAVE_EVERY, EVALUATE_EVERY, BATCH, LENGTH, LR = 60, 3, 20, 8, 64, 1e-3
+STEPS, SAVE_EVERY, BATCH, LENGTH, LR = 60, 3, 8, 64, 1e-3
 
 TIMINGS = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
 """Fields of a metrics line that differ between any two runs."""
 
 
 class Place(IntEnum):
-    """State of a process. The number is in shared memory, where the watching process reads it."""
+    """State of a process."""
 
     START = 0
     STEP = 1
     SAVE = 2
     END = 3
+    EXCHANGE = 4
+
+
+class Marks(ctypes.Structure):
+    """The state of a process in shared memory, where the watching process reads it.
+
+    Attributes:
+        pid: Process id of a worker. 0 before it has started.
+        stage: Place.START, STEP or END.
+        saving, exchanging: Whether it saves, maybe in a thread, and whether it waits for other workers in a step.
+    """
+
+    _fields_ = (("pid", ctypes.c_int), ("stage", ctypes.c_int), ("saving", ctypes.c_int), ("exchanging", ctypes.c_int))
+
+    @property
+    def place(self) -> Place:
+        return Place.SAVE if self.saving else Place.EXCHANGE if self.exchanging else Place(self.stage)
 
 
 Outcome = dict[str, list[Any]]
 """Parts that are the same in two equal runs: lines of metrics, and contents of files."""
 
 
-def live(trainee: str, folder: str, place: Any) -> None:
+def live(trainee: Trainee, folder: str, marks: Marks) -> None:
     """Start the run in ``folder``, or resume it, and end the process when the run is complete.
 
     Args:
-        trainee: A key of :data:`TRAINEES`.
         folder: Folder of the run. The output of the process is appended to ``FOLDER.log``.
-        place: Shared value that is set to what the process is doing.
+        marks: Set to what the process is doing.
     """
+    prepare(folder)
+    trainee.live(Path(folder), marks)
+
+
+def prepare(folder: str) -> None:
+    """Append the output of this process to ``FOLDER.log``, put temporary files into ``FOLDER.tmp``, use one thread."""
+    os.environ["TMPDIR"] = tempfile.tempdir = f"{folder}.tmp"
+    Path(tempfile.tempdir).mkdir(exist_ok=True)
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore between processes, which a kill would leak
     torch.set_num_threads(1)
-    TRAINEES[trainee].live(Path(folder), place)
 
 
 def text_samples() -> list[dict[str, torch.Tensor]]:
@@ -78,30 +105,46 @@ def small_gpt() -> Any:
     return gpt2(2, 32, 2, 256, LENGTH, dropout=0.1)
 
 
-def _stand(place: Any, where: Place) -> None:
-    place.value = where
-
-
-def _saving(function: Callable[..., Any], place: Any) -> Callable[..., Any]:
-    """Wrap a function that saves, so that ``place`` shows the save while it runs."""
+def _marked(function: Callable[..., Any], marks: Marks, field: str) -> Callable[..., Any]:
+    """Wrap a function, so that a field of ``marks`` is 1 while it runs."""
 
     def marked(*arguments: Any, **keywords: Any) -> Any:
-        before, place.value = place.value, Place.SAVE
-        result = function(*arguments, **keywords)
-        place.value = before
-        return result
+        before = getattr(marks, field)
+        setattr(marks, field, 1)
+        try:
+            return function(*arguments, **keywords)
+        finally:
+            setattr(marks, field, before)
 
     return marked
 
 
 class Ours:
-    """A run of this library. Each process runs the same command with ``--resume``."""
+    """A run of this library. Each process runs the same command with ``--resume``.
 
-    name = "rapidformer_templates"
+    Args:
+        flags: Additional flags of the command.
+        steps: Number of steps. It evaluates three times.
+    """
 
-    def live(self, folder: Path, place: Any) -> None:
-        checkpoint.save = _saving(checkpoint.save, place)
-        checkpoint_check.delete_older = _saving(checkpoint_check.delete_older, place)
+    def __init__(self, name: str = "rapidformer_templates", flags: str = "", steps: int = STEPS) -> None:
+        self.name, self._flags, self._steps = name, flags, steps
+
+    def live(self, folder: Path, marks: Marks) -> None:
+        checkpoint.save = _marked(checkpoint.save, marks, "saving")
+        checkpoint_check.delete_older = _marked(checkpoint_check.delete_older, marks, "saving")
+        for module, name in ((tensor_file, "write_copy"), (checkpoint.Attempt, "finish"), (checkpoint_check, "delete")):
+            setattr(module, name, _marked(getattr(module, name), marks, "saving"))  # of --async-save
+        clock: Any = PhaseClock
+        clock.wait, enter = _marked(clock.wait, marks, "exchanging"), clock.enter
+
+        def mark_and_enter(clock: PhaseClock, phase: str) -> None:
+            enter(clock, phase)
+            marks.exchanging = phase == EXCHANGE
+
+        clock.enter = mark_and_enter
+
+        steps = self._steps
 
         class Job(Trainer):
             def build_data(self) -> Data:
@@ -112,22 +155,22 @@ class Ours:
                 return small_gpt()
 
             def on_train_start(self) -> None:
-                place.value = Place.STEP
+                marks.stage = Place.STEP
 
             def on_checkpoint(self, step: int, folder: Path) -> None:
-                if step == STEPS:
-                    place.value = Place.END
+                if step == steps:
+                    marks.stage = Place.END
 
         flags = (
-            f"--train-iters {STEPS} --micro-batch-size {BATCH} --lr {LR} --log-interval 1"
-            f" --save-interval {SAVE_EVERY} --eval-interval {EVALUATE_EVERY} --device cpu --resume --save"
+            f"{self._flags} --train-iters {steps} --micro-batch-size {BATCH} --lr {LR} --log-interval 1"
+            f" --save-interval {SAVE_EVERY} --eval-interval {steps // 3} --device cpu --resume --save"
         )
         Job([*flags.split(), str(folder)]).fit()
 
     def outcome(self, folder: Path) -> Outcome:
         root = RunFolder(folder)
         lines = read_metrics(root.metrics)
-        final = checkpoint.folder_of(root.checkpoints, STEPS)
+        final = checkpoint.folder_of(root.checkpoints, self._steps)
         return {
             "metrics.jsonl": [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines],
             **{path.name: _contents(path) for path in sorted(final.glob("*.safetensors"))},
@@ -138,37 +181,42 @@ class Ours:
 class TransformersTrainer:
     """The same run with transformers' Trainer, resumed from its last checkpoint as in its examples."""
 
-    name = "transformers' Trainer"
+    def __init__(self, name: str = "transformers' Trainer", steps: int = STEPS) -> None:
+        self.name, self._steps = name, steps
 
-    def live(self, folder: Path, place: Any) -> None:
+    def live(self, folder: Path, marks: Marks) -> None:
         watch = callbacks(
-            on_train_begin=lambda: _stand(place, Place.STEP), on_train_end=lambda: _stand(place, Place.END)
+            on_train_begin=lambda: setattr(marks, "stage", Place.STEP),
+            on_train_end=lambda: setattr(marks, "stage", Place.END),
         )
 
         arguments = trainer_arguments(
             folder,
-            max_steps=STEPS,
+            max_steps=self._steps,
             per_device_train_batch_size=BATCH,
             learning_rate=LR,
             logging_steps=1,
             save_steps=SAVE_EVERY,
             save_total_limit=2,
             eval_strategy="steps",
-            eval_steps=EVALUATE_EVERY,
+            eval_steps=self._steps // 3,
+            ddp_backend="gloo",
         )
         transformers.set_seed(arguments.seed)
         samples = text_samples()
         job = transformers.Trainer(
             small_gpt(), arguments, train_dataset=samples[16:], eval_dataset=samples[:16], callbacks=watch
         )
-        saver: Any = job
-        saver._save_checkpoint = _saving(saver._save_checkpoint, place)
+        marked: Any = job
+        marked._save_checkpoint = _marked(marked._save_checkpoint, marks, "saving")
+        if "RANK" in os.environ:
+            marked.accelerator.backward = _marked(marked.accelerator.backward, marks, "exchanging")  # DDP's exchange
         last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         job.train(resume_from_checkpoint=last)
         job.save_model(str(folder / "export"))
 
     def outcome(self, folder: Path) -> Outcome:
-        final = folder / f"checkpoint-{STEPS}"
+        final = folder / f"checkpoint-{self._steps}"
         history = json.loads((final / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
         timings = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
         return {
@@ -185,4 +233,5 @@ def _contents(path: Path) -> list[tuple[str, Any]]:
         return [*sorted((file.metadata() or {}).items()), *tensors]
 
 
-TRAINEES: dict[str, Ours | TransformersTrainer] = {"ours": Ours(), "transformers": TransformersTrainer()}
+Trainee = Ours | TransformersTrainer
+TRAINEES: dict[str, Trainee] = {"ours": Ours(), "transformers": TransformersTrainer()}
