@@ -52,7 +52,7 @@ PLACES = {
 }
 """Headings of the states of a single process."""
 
-GROUP_COLUMNS = {
+GROUP_COLUMNS: Columns = {
     **{victim: f"{{kills_by_victim[{victim}]}}" for victim in Victim},
     "saving": "{kills_by_place[save]}",
     "exchanging": "{kills_by_place[exchange]}",

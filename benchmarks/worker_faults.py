@@ -222,11 +222,11 @@ def launch(trainee: Trainee, folder: str, marks: Sequence[Marks]) -> None:
                 _work(trainee, folder, marks[int(environment["RANK"])], environment)
 
     sys.modules["__main__"] = sys.modules[__name__]  # a program that workers could run again
-    subprocess.Popen = ForkedWorker  # type: ignore[assignment, misc]
+    for module in (subprocess, subprocess_handler):
+        module.Popen = ForkedWorker
     if isinstance(trainee, Ours):
         trainee.live(Path(folder), Marks())
     else:
-        subprocess_handler.Popen = ForkedWorker
         torchrun(["--standalone", "--nproc-per-node", str(len(marks)), "script"])
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.run.fit import join_and_train
 from rapidformer_templates.run.folder import RunFolder, read_metrics
 from tests.support.dropout_runs import DropoutJob
 from tests.support.parity import trained
@@ -162,3 +164,11 @@ def test_a_restart_is_recognized(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     assert folder.is_of_restarted_launch() is expected
+
+
+def test_torchrun_needs_its_own_limit_of_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    job = DropoutJob(f"{BATCH} --min-workers 1 --max-restarts 2".split())
+    with pytest.raises(ConfigError, match="torchrun --max-restarts N"):
+        join_and_train(job)

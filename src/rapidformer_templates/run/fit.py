@@ -13,6 +13,7 @@ from torch import nn
 from rapidformer_templates.data.text.bad_lines import describe_skipped
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import check_data_flags
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import TrainingFlags
@@ -60,7 +61,7 @@ from rapidformer_templates.run.watch import EXPORT
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.process_state import kept_process_state
-from rapidformer_templates.system.processes import StopRequest, handle_stop_signals
+from rapidformer_templates.system.processes import LAUNCHER, StopRequest, handle_stop_signals
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
 from rapidformer_templates.system.workers import Workers, join
 
@@ -131,13 +132,8 @@ def _can_resume(training: TrainingFlags) -> bool:
 def join_and_train(template: Template, then: AfterTraining | None = None) -> Summary:
     """Train as one of several workers, or alone. ``then`` is called before the workers disconnect."""
     config = template.config
-    requested, started = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
-    if launch.is_worker() and requested is not None and started is not None and int(started) != requested:
-        raise ConfigError(
-            f"the launcher has started {started} workers on this machine, not {requested}",
-            where=f"--nproc-per-node ({config.origin('nproc_per_node')})",
-            hint="leave the flag out: the launcher's own flag decides",
-        )
+    if launch.is_worker():
+        _check_launcher_flags(config)
     plan = template.plan
     choose_allocation(plan)
     if launch.is_worker() and launch.CHECKED not in os.environ and template.reads_task_data:
@@ -155,6 +151,23 @@ def join_and_train(template: Template, then: AfterTraining | None = None) -> Sum
     if name and folder and workers.is_main:
         print_lines(push_export(name, folder.export, summary["steps"]))
     return summary
+
+
+def _check_launcher_flags(config: RunConfig) -> None:
+    """Raise an error in a worker for flags that its launcher has decided otherwise."""
+    requested, started = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
+    if requested is not None and started is not None and int(started) != requested:
+        raise ConfigError(
+            f"the launcher has started {started} workers on this machine, not {requested}",
+            where=f"--nproc-per-node ({config.origin('nproc_per_node')})",
+            hint="leave the flag out: the launcher's own flag decides",
+        )
+    if "max_restarts" in config.origins and LAUNCHER not in os.environ:
+        raise ConfigError(
+            "another launcher has started the workers, and only it can restart them",
+            where=f"--max-restarts ({config.origin('max_restarts')})",
+            hint="give the flag to the launcher: torchrun --max-restarts N SCRIPT …",
+        )
 
 
 def _watched(run: Run) -> AbstractContextManager[None]:
