@@ -17,7 +17,7 @@ from rapidformer_templates.errors import ConfigError, Interrupted, ReportedError
 from rapidformer_templates.run import scripts
 from rapidformer_templates.run.fit import join_and_train
 from rapidformer_templates.run.folder import read_metrics
-from rapidformer_templates.system import launch
+from rapidformer_templates.system import launch, processes
 from rapidformer_templates.system.processes import Failure, WorkerOutput
 from tests.support.jobs import ClassJob
 from tests.support.programs import run_script
@@ -216,6 +216,30 @@ def test_workers_ended_for_another_ones_error_do_not_hide_it() -> None:
         launch.raise_first_error(failures, 0.0, is_requested=True)
     with pytest.raises(Interrupted):  # a scheduler that signals every process itself
         launch.raise_first_error([_failure(75), _failure(75)], 0.0, is_requested=False)
+
+
+UNMET = """
+import os, pathlib, signal, sys, time
+deaf = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    deaf.touch()
+    time.sleep(20)
+while not deaf.exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+def test_a_worker_that_waits_for_one_that_never_came_is_killed_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection in C++ does not react to SIGTERM. With the grace of a save, the worker would end on its own."""
+    monkeypatch.setattr(processes, "HANG_GRACE", 0.1)
+    command = [sys.executable, "-S", "-c", UNMET, str(tmp_path / "deaf")]
+    workers = processes.WorkerProcesses(command, [{"RANK": str(rank)} for rank in range(2)], tmp_path)
+    workers.wait(processes.StopSignal())
+    assert [failure.status for failure in workers.failures()] == [3, -signal.SIGKILL]
 
 
 def test_a_character_that_comes_in_two_pieces_is_printed_whole(

@@ -47,7 +47,7 @@ GRACE = 30.0
 """Seconds that a worker has to exit after a peer has failed or its launcher is gone."""
 
 HANG_GRACE = 2.0
-"""Seconds that a worker has to exit after a peer has found that some do not respond."""
+"""Seconds that a worker has to exit after a peer has found that some do not respond, or has failed before they met."""
 
 POLL = 0.05
 """Seconds between two checks of the workers."""
@@ -252,10 +252,11 @@ class WorkerProcesses:
     def wait(self, stop: StopSignal) -> None:
         """Wait for all workers. Signals are passed on, and a repeated request kills the workers.
 
-        If a worker fails, the others are asked to end, and killed after :data:`GRACE`. A worker that was asked to end
-        and has saved is not a failure. The others then get the time that they need.
+        If a worker fails, the others are asked to end, and killed after :data:`GRACE`. If none has met the others, they
+        have nothing to save and may wait in a connection, which no signal ends, so :data:`HANG_GRACE` is enough. A
+        worker that was asked to end and has saved is not a failure. The others then get the time that they need.
         """
-        passed_on, deadline = 0, math.inf
+        passed_on, deadline, have_met = 0, math.inf, False
         while self._running() and time.monotonic() < deadline + GRACE:  # killed processes may be stuck in the kernel
             for number in stop.signals[passed_on:]:
                 if not passed_on:
@@ -264,10 +265,12 @@ class WorkerProcesses:
                 # it.
                 self._send(signal.SIGTERM if number == signal.SIGINT else number)
                 passed_on += 1
+            have_met = have_met or any(_joined_file(file).exists() for file in self._files)
             ended = self._failed().values()
             if deadline == math.inf and any(status != Interrupted.SAVED for status in ended):
                 self._send(signal.SIGTERM)
-                deadline = time.monotonic() + (HANG_GRACE if WorkerHangs.exit_status in ended else GRACE)
+                saves = have_met and WorkerHangs.exit_status not in ended
+                deadline = time.monotonic() + (GRACE if saves else HANG_GRACE)
             if stop.is_repeated or time.monotonic() > deadline:
                 self.kill()
             self._show()
