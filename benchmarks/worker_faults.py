@@ -223,7 +223,7 @@ def launch(trainee: Trainee, folder: str, marks: Sequence[Marks]) -> None:
 
     sys.modules["__main__"] = sys.modules[__name__]  # a program that workers could run again
     for module in (subprocess, subprocess_handler):
-        module.Popen = ForkedWorker
+        vars(module)["Popen"] = ForkedWorker
     if isinstance(trainee, Ours):
         trainee.live(Path(folder), Marks())
     else:
