@@ -143,8 +143,8 @@ def run_faults(
 
 def _files(run: Path) -> set[str]:
     """Return the names in the folder of a run and in its temporary folder, without finished checkpoints."""
-    folders = [run, Path(f"{run}.tmp")]
-    names = {f"{folder.suffix}/{path.relative_to(folder)}" for folder in folders for path in folder.rglob("*")}
+    names = [f"/{path.relative_to(run)}" for path in run.rglob("*")]
+    names += [f".tmp/{path.name}" for path in Path(f"{run}.tmp").iterdir()]
     return {name for name in names if not re.search(r"/(step|checkpoint)-\d+(/|$)", name)}
 
 

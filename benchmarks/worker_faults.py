@@ -54,7 +54,7 @@ LONGEST_END = 60.0
 
 
 class Victim(StrEnum):
-    """What is killed."""
+    """The processes that a kill ends."""
 
     WORKER = "worker"
     LAUNCHER = "launcher"
@@ -65,11 +65,11 @@ class GroupKill(NamedTuple):
     """A moment in the life of several workers at which to kill some of them.
 
     Attributes:
-        victim: What to kill.
+        victim: The processes that it ends.
         worker: The worker that is killed, or whose state decides.
         place: State of this worker. None kills in any state.
         after: Seconds after the first step, or after the start if ``place`` is None.
-        into: Seconds after the worker has come to this state.
+        into: Seconds after the worker has reached this state.
     """
 
     victim: Victim
@@ -83,7 +83,7 @@ class Group:
     """Runs with several workers.
 
     Args:
-        trainee: What each worker and the launcher run.
+        trainee: The job of the workers.
         workers: Number of workers.
 
     Attributes:

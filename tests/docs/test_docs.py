@@ -38,6 +38,7 @@ OTHERS = {  # flags of other programs, and flags that examples declare
         "--nnodes",
         "--node-rank",
         "--nproc-per-node",
+        "--standalone",
     ],
     "docs/bench.md": ["--tiny"],
     "docs/white-box.md": ["--temperature"],
