@@ -57,7 +57,7 @@ GROUP_COLUMNS: Columns = {
     "saving": "{kills_by_place[save]}",
     "exchanging": "{kills_by_place[exchange]}",
 }
-"""Columns of several workers: what was killed, and what the worker did. The other kills were at any other time."""
+"""Columns of several workers: the killed processes, and the state of the worker. The other kills were at any other time."""
 
 
 class Kill(NamedTuple):
@@ -76,7 +76,7 @@ class SingleProcess:
     """Runs of one process.
 
     Args:
-        trainee: What the process runs.
+        trainee: The job of the process.
     """
 
     def __init__(self, trainee: Trainee) -> None:

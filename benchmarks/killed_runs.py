@@ -26,7 +26,7 @@ class Life(NamedTuple):
         status: Exit status if it ended without a kill.
         saves: Duration of each save in seconds.
         start: Seconds until the first step.
-        victim: What was killed, if there are several processes.
+        victim: The processes that were killed, if there are several.
         end: Seconds from the kill until all processes had ended.
         survivors: Number of processes that had to be killed later.
     """
@@ -66,7 +66,7 @@ class FaultReport:
         stuck: For each run that could not resume without help, the last line of its last process.
         different: For each complete run that was not identical to the uninterrupted one, the first difference.
         complete: Number of complete runs.
-        victims: Number of kills by what was killed.
+        victims: Number of kills by the processes that were killed.
         slowest_end: Longest time in seconds from a kill until all processes of the run had ended.
         leftovers: Files that a complete run has left in its folder or the temporary folder, and a run that nobody has
             killed has not. Also processes that have not ended.
