@@ -57,7 +57,7 @@ GROUP_COLUMNS: Columns = {
     "saving": "{kills_by_place[save]}",
     "exchanging": "{kills_by_place[exchange]}",
 }
-"""Columns of several workers: the killed processes, and the state of the worker. The other kills were at any other time."""
+"""Columns of several workers: the killed processes, and the state of the worker. Other kills were at any other time."""
 
 
 class Kill(NamedTuple):
