@@ -163,7 +163,9 @@ def _solutions(options: argparse.Namespace) -> list[Solution[Any]]:
     if options.engine == "tensor-pipeline" and options.workers % 4:
         raise ConfigError("tensor-pipeline needs 4 workers", where="--workers", hint="give --workers 4")
     flags = f"--nproc-per-node {options.workers} {ENGINES[options.engine]}" + " --async-save" * options.async_save
-    trainees: list[Trainee] = [Ours(options.engine + ", --async-save" * options.async_save, flags, GROUP_STEPS)]
+    name = options.engine + ", --async-save" * options.async_save
+    blocks = 4 if options.engine == "tensor-pipeline" else 2  # a pipeline needs more blocks than stages
+    trainees: list[Trainee] = [Ours(name, flags, GROUP_STEPS, blocks)]
     if options.peer:
         trainees.append(TransformersTrainer(f"{TRAINEES['transformers'].name}, torchrun", GROUP_STEPS))
     return [Group(trainee, options.workers) for trainee in trainees]

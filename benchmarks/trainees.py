@@ -100,9 +100,9 @@ def text_samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": piece, "labels": piece} for piece in text.split(LENGTH) if len(piece) == LENGTH]
 
 
-def small_gpt() -> Any:
+def small_gpt(blocks: int = 2) -> Any:
     """Build a small GPT. Dropout is 0.1 everywhere, so the losses show if a random state was not restored."""
-    return gpt2(2, 32, 2, 256, LENGTH, dropout=0.1)
+    return gpt2(blocks, 32, 2, 256, LENGTH, dropout=0.1)
 
 
 def _marked(function: Callable[..., Any], marks: Marks, field: str) -> Callable[..., Any]:
@@ -125,10 +125,13 @@ class Ours:
     Args:
         flags: Additional flags of the command.
         steps: Number of steps. It evaluates three times.
+        blocks: Number of blocks of the model.
     """
 
-    def __init__(self, name: str = "rapidformer_templates", flags: str = "", steps: int = STEPS) -> None:
-        self.name, self._flags, self._steps = name, flags, steps
+    def __init__(
+        self, name: str = "rapidformer_templates", flags: str = "", steps: int = STEPS, blocks: int = 2
+    ) -> None:
+        self.name, self._flags, self._steps, self._blocks = name, flags, steps, blocks
 
     def live(self, folder: Path, marks: Marks) -> None:
         checkpoint.save = _marked(checkpoint.save, marks, "saving")
@@ -144,7 +147,7 @@ class Ours:
 
         clock.enter = mark_and_enter
 
-        steps = self._steps
+        steps, blocks = self._steps, self._blocks
 
         class Job(Trainer):
             def build_data(self) -> Data:
@@ -152,7 +155,7 @@ class Ours:
                 return Data(train=samples[16:], valid=samples[:16])
 
             def build_model(self) -> nn.Module:
-                return small_gpt()
+                return small_gpt(blocks)
 
             def on_train_start(self) -> None:
                 marks.stage = Place.STEP
