@@ -308,7 +308,7 @@ SETATTR = {
     "models/blocks.py": "the shape of a quantized parameter: codes are copied and moved without their module",
     "models/loading.py": "a configuration",
     "switches/auto_strategy/model_of_flags.py": "a configuration",
-    "switches/fused_loss/logits.py": "its own methods",
+    "switches/fused_loss/transform.py": "its own methods",
     "switches/layout/tensor.py": "sizes of transformers' modules",
     "switches/layout/tracing.py": "it removes a mark",
     "switches/lora/exported.py": "parameters of a layer",

@@ -107,7 +107,7 @@ LINES = {
         side=0.01,
     ),
     "keys and values in a ring are waited for": Line(
-        "switches.layout.ring_attention",
+        "switches.layout.context_attention",
         "work.wait()",
         run="context, in a ring",
         side=0.01,

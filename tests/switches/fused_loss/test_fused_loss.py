@@ -37,8 +37,7 @@ from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
     rows_at_once,
     saved_bytes,
 )
-from rapidformer_templates.switches.fused_loss.logits import Logits
-from rapidformer_templates.switches.fused_loss.transform import FusedHead, fuse_loss, head_of
+from rapidformer_templates.switches.fused_loss.transform import FusedHead, Logits, fuse_loss, head_of
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, ClassJob, _Job
 from tests.support.parity import Trained, reference, train

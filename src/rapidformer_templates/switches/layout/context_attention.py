@@ -3,30 +3,44 @@
 All-to-all is DeepSpeed-Ulysses (Jacobs et al., 2023). Each worker sends the queries, keys and values of some heads to
 each other worker, and receives the whole sequence for its own heads. Afterwards, the results are sent back. So the
 attention itself is the model's, with its kernel and its mask of the whole sequence.
+
+Ring attention (Liu et al., 2023): the keys and values of each part pass through all workers. Each worker adds up the
+results of its queries, with the logarithms of the sums of weights. A part consists of two intervals, one from each end
+of the sequence. So, under a causal mask, all workers have the same amount of work (Brandon et al., 2023).
+
+Ring attention uses torch operations on a range of queries at a time, so it works on any device and with any mask. For
+the backward, it saves only the queries, keys, values and output of this part, and the logarithms of the sums. The
+backward passes keys and values around the ring again.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.layout.collectives import all_to_all
-from rapidformer_templates.switches.layout.ring_attention import AttentionMask, ring_attention
-from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards
+from rapidformer_templates.switches.layout.collectives import Peers, all_to_all
+from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards, TokenIntervals
 
 SUFFIX = "_over_context"
 OTHER_WAYS = "divide the model instead, with --tensor-model-parallel-size or --pipeline-model-parallel-size"
 
 HEADS, TOKENS = 1, 2
 """Dimensions of queries, keys and values: (samples, heads, tokens, size of a head)."""
+
+AT_ONCE = 2**24
+"""Maximum number of scores of one head in a ring that are in memory at a time."""
 
 _numbers = itertools.count()
 
@@ -177,3 +191,209 @@ class _RepeatedHeads:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._module, name)
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """The keys that queries may attend to.
+
+    Attributes:
+        intervals: the intervals of the sequence.
+        mask: (samples or 1, heads or 1, tokens, tokens) of whole sequences. Booleans, or numbers that are added to the
+            scores. None masks nothing.
+        causal: whether tokens cannot attend to later tokens.
+        scale: factor of the scores.
+    """
+
+    intervals: TokenIntervals
+    mask: torch.Tensor | None
+    causal: bool
+    scale: float
+
+
+@torch.compiler.disable(reason="what goes round in a ring is on its way while scores are computed")
+def ring_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: AttentionMask, peers: Peers
+) -> torch.Tensor:
+    """Compute attention of the queries on this worker over whole sequences.
+
+    Args:
+        query: shape (samples, heads, tokens, size of a head). ``key`` and ``value`` may have fewer heads.
+
+    Returns:
+        Shape (samples, heads, tokens, size of a head).
+    """
+    result: torch.Tensor = _Ring.apply(query, key, value, attention_mask, peers)
+    return result
+
+
+class _RingContext(FunctionCtx):
+    attention_mask: AttentionMask
+    peers: Peers
+    saved_tensors: tuple[torch.Tensor, ...]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _RingContext,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: AttentionMask,
+        peers: Peers,
+    ) -> torch.Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        groups = _by_keys(query, key)
+        output = groups.new_zeros((*groups.shape[:-1], value.shape[-1]), dtype=wide)
+        sums = groups.new_full(groups.shape[:-1], -torch.inf, dtype=wide)
+        with torch.autocast(query.device.type, enabled=False):
+            for source, (keys, values) in _rotate(peers, (key, value)):
+                for block in _blocks(groups, attention_mask, peers.rank, source):
+                    scores = block.scores(groups, keys, wide)
+                    logarithm = scores.logsumexp(-1)
+                    before = sums[..., block.queries]
+                    together = torch.logaddexp(before, logarithm)
+                    finite = together.masked_fill(together == -torch.inf, 0.0)  # rows that attend to nothing yet
+                    part = (scores - finite.unsqueeze(-1)).exp().to(values.dtype) @ values[:, :, None, block.keys]
+                    rescaled = output[..., block.queries, :] * (before - finite).exp().unsqueeze(-1)
+                    output[..., block.queries, :] = rescaled + part
+                    sums[..., block.queries] = together
+        ctx.attention_mask, ctx.peers = attention_mask, peers
+        result = output.to(value.dtype).flatten(1, 2)
+        ctx.save_for_backward(query, key, value, result, sums)
+        return result
+
+    @staticmethod
+    def backward(
+        ctx: _RingContext, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        query, key, value, output, sums = ctx.saved_tensors
+        attention_mask, peers, wide = ctx.attention_mask, ctx.peers, sums.dtype
+        groups, outer = _by_keys(query, key), _by_keys(gradient, key)
+        inner = (outer.to(wide) * _by_keys(output, key)).sum(-1)
+        sums = sums.masked_fill(sums == -torch.inf, torch.inf)  # rows that attend to nothing have no gradient
+        of_query = torch.zeros_like(groups, dtype=wide)
+        travelling = (key, value, torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide))
+        with torch.autocast(query.device.type, enabled=False):
+            for source, (keys, values, of_keys, of_values) in _rotate(peers, travelling, home=True):
+                for block in _blocks(groups, attention_mask, peers.rank, source):
+                    queries, block_keys = block.queries, block.keys
+                    shares = (block.scores(groups, keys, wide) - sums[..., queries, None]).exp()
+                    outgoing = outer[..., queries, :]
+                    slope = (outgoing @ values[:, :, None, block_keys].mT).to(wide) - inner[..., queries, None]
+                    slope = (shares * slope * attention_mask.scale).to(keys.dtype)
+                    of_query[..., queries, :] += slope @ keys[:, :, None, block_keys]
+                    of_keys[..., block_keys, :] += (slope.mT @ groups[..., queries, :]).sum(2)
+                    of_values[..., block_keys, :] += (shares.to(values.dtype).mT @ outgoing).sum(2)
+        return (
+            of_query.flatten(1, 2).to(query.dtype),
+            travelling[2].to(key.dtype),
+            travelling[3].to(value.dtype),
+            None,
+            None,
+        )
+
+
+def _by_keys(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Reshape to (samples, key heads, query heads per key head, tokens, size of a head)."""
+    return x.unflatten(1, (key.shape[1], -1))
+
+
+@dataclass(frozen=True)
+class _ScoreBlock:
+    """A range of this worker's queries, and a range of keys of a worker that they attend to."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor | None
+    scale: float
+
+    def scores(self, groups: torch.Tensor, keys: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        """Return scores of shape (samples, key heads, query heads per key head, queries, keys)."""
+        # Compute in 32 bits, as a fused kernel accumulates. 16-bit scores would be less exact.
+        scores = groups[..., self.queries, :].to(wide) @ keys[:, :, None, self.keys].to(wide).mT * self.scale
+        if self.mask is None:
+            return scores
+        if self.mask.dtype == torch.bool:
+            return scores.masked_fill(~self.mask, -torch.inf)
+        return scores + self.mask
+
+
+def _blocks(groups: torch.Tensor, attention_mask: AttentionMask, rank: int, source: int) -> Iterator[_ScoreBlock]:
+    """Yield blocks of this worker's queries and the source worker's keys, a range of queries at a time."""
+    for query_offset, (begin, end) in attention_mask.intervals.of(rank):
+        for key_offset, (first, last) in attention_mask.intervals.of(source):
+            if attention_mask.causal and first >= end:
+                continue  # all of these keys are after all of these queries
+            step = max(1, AT_ONCE // max(last - first, 1))
+            for low in range(begin, end, step):
+                high = min(low + step, end)
+                if attention_mask.causal and first >= high:
+                    continue
+                mask = _mask(groups, attention_mask, (low, high), (first, last))
+                queries = slice(query_offset + low - begin, query_offset + high - begin)
+                yield _ScoreBlock(queries, slice(key_offset, key_offset + last - first), mask, attention_mask.scale)
+
+
+def _mask(
+    groups: torch.Tensor, attention_mask: AttentionMask, rows: tuple[int, int], columns: tuple[int, int]
+) -> torch.Tensor | None:
+    """Return the mask between two ranges of tokens, or None if nothing is masked."""
+    if attention_mask.mask is not None:
+        part = attention_mask.mask[..., slice(*rows), slice(*columns)]
+        if part.shape[1] == 1:
+            return part.unsqueeze(2)
+        return part.unflatten(1, (groups.shape[1], -1))
+    if not attention_mask.causal or columns[1] <= rows[0] + 1:
+        return None
+    places = (torch.arange(*bounds, device=groups.device) for bounds in (rows, columns))
+    row, column = places
+    return row[:, None] >= column[None]
+
+
+def _rotate(
+    peers: Peers, tensors: Sequence[torch.Tensor], *, home: bool = False
+) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+    """Pass tensors around the ring. Yield (owner, its tensors), starting with this worker's own.
+
+    Args:
+        home: whether the tensors after the first two travel with them. They collect sums and return to their owner.
+    """
+    current = [tensor.contiguous() for tensor in tensors]
+    for step in range(peers.size):
+        last = step == peers.size - 1
+        forwarded = [] if last else _send_to_next(peers, current[:2])
+        yield (peers.rank - step) % peers.size, current
+        returned = _send_to_next(peers, current[2:]) if home else []
+        current = (
+            [_wait_for(work) for work in forwarded]
+            + ([] if not last else current[:2])
+            + [_wait_for(work) for work in returned]
+        )
+    if home:
+        tensors[2].copy_(current[2])
+        tensors[3].copy_(current[3])
+
+
+def _send_to_next(
+    peers: Peers, tensors: Sequence[torch.Tensor]
+) -> list[tuple[list[dist.Work], torch.Tensor, torch.Tensor]]:
+    """Start to send tensors to the next worker, and to receive the same tensors from the previous one."""
+    to, origin = (dist.get_global_rank(peers.group, (peers.rank + by) % peers.size) for by in (1, -1))
+    transfers = []
+    for tensor in tensors:
+        incoming = torch.empty_like(tensor)
+        operations = [
+            dist.P2POp(dist.isend, tensor, to, group=peers.group),
+            dist.P2POp(dist.irecv, incoming, origin, group=peers.group),
+        ]
+        transfers.append((dist.batch_isend_irecv(operations), incoming, tensor))
+    return transfers
+
+
+def _wait_for(transfer: tuple[list[dist.Work], torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    works, incoming, _ = transfer
+    for work in works:
+        work.wait()
+    return incoming
