@@ -119,7 +119,11 @@ def _patch_transformers() -> None:
     patch_function(masking_utils, "_ignore_bidirectional_mask_sdpa", _nothing_is_masked)
     patch_function(masking_utils, "find_packed_sequence_indices", _packed_sequences)
     # A warning about padded batches without a mask. It reads the first and last token of each sample.
-    patch_function(PreTrainedModel, "warn_if_padding_and_no_attention_mask", _skip_warning)
+    patch_function(
+        PreTrainedModel,
+        "warn_if_padding_and_no_attention_mask",
+        lambda check, *args, **more: None if _current_batch() else check(*args, **more),
+    )
 
 
 def _record_mask(check: Answer, config: Any, inputs: Any, mask: Any = None, *others: Any, **more: Any) -> Any:
@@ -169,7 +173,3 @@ def _packed_sequences(check: Answer, positions: torch.Tensor) -> torch.Tensor | 
         return None
     first = positions[:, :1] - 1
     return (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
-
-
-def _skip_warning(check: Answer, *args: Any, **more: Any) -> Any:
-    return None if _current_batch() else check(*args, **more)

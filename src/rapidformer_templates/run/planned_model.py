@@ -65,8 +65,19 @@ class HookModel:
         with _explained("build_model()"):
             model = checked_model(self._run.hooks.build_model())
         turn_off_cache(model)
-        if blocks is not None:
-            _shorten(model, blocks)
+        if blocks is None:
+            return model
+        # Remove blocks from the middle of each stack, until ``blocks`` are left.
+        stacks = dict.fromkeys(name.rpartition(".")[0] for name in find_blocks(model))
+        for stack in map(model.get_submodule, stacks):
+            if not isinstance(stack, (nn.ModuleList, nn.Sequential)):
+                raise ModelError(
+                    f"the planner cannot leave out blocks of a {type(stack).__name__}",
+                    where="build_model()",
+                    hint="keep the blocks in a torch.nn.ModuleList",
+                )
+            if len(stack) > blocks:
+                del stack[blocks - 1 : -1]
         return model
 
     def batch(self, samples: int) -> Batch:
@@ -132,20 +143,6 @@ def _explained(hook: str) -> Iterator[None]:
             where=hook,
             hint="the planner calls it with tensors that have shapes but no values: read neither values nor weights",
         ) from error
-
-
-def _shorten(model: nn.Module, blocks: int) -> None:
-    """Remove blocks from the middle of each stack, until ``blocks`` are left."""
-    stacks = dict.fromkeys(name.rpartition(".")[0] for name in find_blocks(model))
-    for stack in map(model.get_submodule, stacks):
-        if not isinstance(stack, (nn.ModuleList, nn.Sequential)):
-            raise ModelError(
-                f"the planner cannot leave out blocks of a {type(stack).__name__}",
-                where="build_model()",
-                hint="keep the blocks in a torch.nn.ModuleList",
-            )
-        if len(stack) > blocks:
-            del stack[blocks - 1 : -1]
 
 
 def _without_data(batch: Batch) -> Batch:
