@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
@@ -106,7 +107,7 @@ def _zero_loss(result: object, output: object, zeros: bool) -> torch.Tensor:
     return nothing
 
 
-def _outputs(output: Any) -> list[torch.Tensor]:
+def _outputs(output: object) -> list[torch.Tensor]:
     """Return the tensors in a model output, without its loss (the 0/0) unless it is the only one."""
     leaves = tree_leaves(output)
     # A placeholder for logits that were not computed knows what they would depend on.
@@ -115,14 +116,19 @@ def _outputs(output: Any) -> list[torch.Tensor]:
     return [*fused, *(tensor for tensor in tensors if tensor.ndim > 0)] or tensors
 
 
+class _NothingContext(FunctionCtx):
+    zeros: bool
+    like: list[tuple[torch.Size, torch.dtype, torch.device]]
+
+
 class _Nothing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, zeros: bool, *sources: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: _NothingContext, zeros: bool, *sources: torch.Tensor) -> torch.Tensor:
         ctx.zeros, ctx.like = zeros, [(source.shape, source.dtype, source.device) for source in sources]
         return torch.zeros((), device=sources[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _NothingContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.zeros:
             return (None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
         return (None,) * (1 + len(ctx.like))  # autograd propagates "no gradient", which cannot become NaN
@@ -135,7 +141,7 @@ class Recorder:
         self._model = model
         self.output: Any = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         self.output = self._model(*args, **kwargs)
         return self.output
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -126,7 +125,9 @@ def _patch_transformers() -> None:
     )
 
 
-def _record_mask(check: Answer, config: Any, inputs: Any, mask: Any = None, *others: Any, **more: Any) -> Any:
+def _record_mask(
+    check: Answer, config: object, inputs: object, mask: object = None, *others: object, **more: object
+) -> object:
     """Record the mask of bools that transformers derives from a mask before it checks it."""
     source = mask if mask is not None else more.get(MASK)
     result = check(config, inputs, *(() if MASK in more else (mask,)), *others, **more)
@@ -144,18 +145,22 @@ def _is_full(mask: torch.Tensor | None) -> bool | None:
     return next((answer for derived, answer in current.derived_masks if derived is mask), None) if current else None
 
 
-def _causal_mask_suffices(check: Answer, mask: Any, q_length: int, kv_length: int, *others: Any, **more: Any) -> Any:
+def _causal_mask_suffices(
+    check: Answer, mask: torch.Tensor | None, q_length: int, kv_length: int, *others: object, **more: object
+) -> object:
     """Whether the causal mask is sufficient: a full padding mask counts as none, any other mask is needed."""
     full = _is_full(mask)
-    if full is None or not mask.shape[-1] == kv_length == q_length:
+    if mask is None or full is None or not mask.shape[-1] == kv_length == q_length:
         return check(mask, q_length, kv_length, *others, **more)
     return full and check(None, q_length, kv_length, *others, **more)
 
 
-def _nothing_is_masked(check: Answer, mask: Any, kv_length: int, *others: Any, **more: Any) -> Any:
+def _nothing_is_masked(
+    check: Answer, mask: torch.Tensor | None, kv_length: int, *others: object, **more: object
+) -> object:
     """Whether nothing is masked, so that every token sees every other one."""
     full = _is_full(mask)
-    if full is None or mask.shape[-1] != kv_length:
+    if mask is None or full is None or mask.shape[-1] != kv_length:
         return check(mask, kv_length, *others, **more)
     return full and check(None, kv_length, *others, **more)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
@@ -52,14 +52,21 @@ def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
     return reached
 
 
+class _ReachContext(FunctionCtx):
+    then: Callable[[], None]
+    count: int
+
+
 class _ReachParameters(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, then: Callable[[], None], *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: _ReachContext, loss: torch.Tensor, then: Callable[[], None], *parameters: torch.Tensor
+    ) -> torch.Tensor:
         ctx.then, ctx.count = then, len(parameters)
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _ReachContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         Variable._execution_engine.queue_callback(ctx.then)
         return (gradients[0], None, *[None] * ctx.count)
 

@@ -7,8 +7,6 @@ changes nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.optim import Optimizer
 
@@ -77,7 +75,7 @@ class WeightAverage:
         self._updated.clear()
         self._is_first_step = False
 
-    def _average(self, parameter: torch.Tensor, state: dict[str, Any], skipped: torch.Tensor | None) -> None:
+    def _average(self, parameter: torch.Tensor, state: dict[str, torch.Tensor], skipped: torch.Tensor | None) -> None:
         if KEY not in state:
             state[KEY] = parameter.detach().clone()
             return

@@ -270,7 +270,7 @@ class Task(ABC):
         """
         return use.shifts
 
-    def config_overrides(self) -> dict[str, Any]:
+    def config_overrides(self) -> dict[str, object]:
         """Return attributes of the model's configuration that depend on the data, such as ``num_labels``."""
         return {}
 

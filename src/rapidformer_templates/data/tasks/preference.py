@@ -290,7 +290,7 @@ class Reward(_Preferences):
     def chat_column(self) -> str:
         return self.config.data.text_column or MESSAGES
 
-    def config_overrides(self) -> dict[str, Any]:
+    def config_overrides(self) -> dict[str, object]:
         return {"num_labels": 1}
 
     def use_labels(self, use: LabelUse) -> bool:

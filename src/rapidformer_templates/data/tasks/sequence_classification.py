@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -130,7 +129,7 @@ class SequenceClassification(Task):
         fields = tokenized(self.tokenizer, texts, pairs, max_length=self.seq_length)
         return {**fields, "input_ids": with_tokens(fields["input_ids"], part, text)}
 
-    def config_overrides(self) -> dict[str, Any]:
+    def config_overrides(self) -> dict[str, object]:
         return {**label_map(self.labels), "problem_type": self.problem}
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from tokenizers import Encoding
@@ -116,7 +115,7 @@ class TokenClassification(Task):
             encodings += encoded.encodings
         return encodings
 
-    def config_overrides(self) -> dict[str, Any]:
+    def config_overrides(self) -> dict[str, object]:
         return label_map(self.labels)
 
     def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[list[str]], list[list[str]]]:

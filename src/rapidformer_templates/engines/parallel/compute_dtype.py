@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -85,15 +85,21 @@ def _look_up_rows(
     return rows
 
 
+class _RowsContext(FunctionCtx):
+    saved_tensors: tuple[torch.Tensor]
+    table: tuple[torch.Size, torch.dtype]
+    padding: int | None
+
+
 class _EmbeddingRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: torch.Tensor, places: torch.Tensor, padding: int | None) -> torch.Tensor:
+    def forward(ctx: _RowsContext, table: torch.Tensor, places: torch.Tensor, padding: int | None) -> torch.Tensor:
         ctx.save_for_backward(places)
         ctx.table, ctx.padding = (table.shape, table.dtype), padding
         return functional.embedding(places, table)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _RowsContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (places,), (shape, dtype) = ctx.saved_tensors, ctx.table
         rows, numbers = places.flatten().unique(return_inverse=True)  # most tables have more rows than a batch uses
         sums = torch.zeros(len(rows), shape[1]).index_add_(0, numbers, gradients[0].flatten(0, -2).float())
