@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from rapidformer_templates.switches.auto_strategy.trace import ENOUGH_ROUNDS, _passes, passes
+from rapidformer_templates.switches.auto_strategy.trace import ENOUGH_ROUNDS, Pass, _passes, largest_passes, passes
 
 
 def alive(workers: int, rank: int, per_worker: int, microbatches: int) -> int:
@@ -42,3 +44,25 @@ def test_more_rounds_bring_nothing_new(workers: int, per_worker: int) -> None:
     for rank in range(workers):
         few = set(passes(workers, rank, per_worker, 1000 * workers))
         assert few == set(_passes(workers, rank, per_worker, 2 * ENOUGH_ROUNDS * workers))
+
+
+@pytest.mark.parametrize(("workers", "per_worker"), [(1, 1), (2, 1), (4, 1), (2, 3), (4, 2)])
+def test_no_pass_holds_more_than_the_largest_ones(workers: int, per_worker: int) -> None:
+    """The bytes that a part keeps, casts and sends are drawn at random."""
+    draw = random.Random(0)
+    for rank in range(workers):
+        every = passes(workers, rank, per_worker, 4 * workers)
+        largest = largest_passes(workers, rank, per_worker, 4 * workers)
+        assert set(largest) <= set(every)
+        for _ in range(20):
+            kept, cast = ([draw.random() for _ in range(per_worker)] for _ in range(2))
+            hidden = draw.random()
+            highest: list[dict[Pass, float]] = []
+            for some in (every, largest):
+                highest.append({})
+                for each in some:
+                    kind = each._replace(others=(), travelling=0, begun=frozenset())
+                    held = sum(count * kept[part] for part, count in each.others) + each.travelling * hidden
+                    held += sum(cast[part] for part in each.begun)
+                    highest[-1][kind] = max(held, highest[-1].get(kind, 0))
+            assert highest[1] == pytest.approx(highest[0])

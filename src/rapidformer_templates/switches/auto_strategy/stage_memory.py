@@ -13,7 +13,7 @@ from rapidformer_templates.planning.optimizer_states import BF16, FP32, Paramete
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
-from rapidformer_templates.switches.auto_strategy.trace import Pass, Phase, StagePart, passes
+from rapidformer_templates.switches.auto_strategy.trace import Pass, Phase, StagePart, largest_passes
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,23 @@ def stage_of_blocks(
 ) -> Stage:
     """Return a stage with other blocks than the layout has. ``layout`` has no batch sizes, see ``of_states``."""
     return Stage(model, layout, rank, setting, blocks=blocks)
+
+
+@lru_cache(maxsize=4096)  # layouts that partition their states differently have equal parts
+def _stage_part(
+    model: ModelShapes,
+    variant: Variant,
+    blocks: int | None,
+    is_first: bool,
+    is_last: bool,
+    tied_bytes: int,
+    *,
+    exact: bool,
+) -> StagePart:
+    """Return a part of a stage. ``blocks`` is None for the whole model, which is not cut into stages."""
+    shares_casts = blocks is not None and variant.recompute == "none"
+    trace = model.trace(variant, blocks, exact=exact)
+    return StagePart(trace, is_first, is_last, tied_bytes, shares_casts, variant.offload)
 
 
 @dataclass(frozen=True)
@@ -127,7 +144,7 @@ class Stage:
         return tuple(end - begin for begin, end in self.coordinates.parts)
 
     def _passes(self, accumulation: int) -> tuple[Pass, ...]:
-        return passes(self.layout.pipeline, self.rank, self.layout.virtual, accumulation)
+        return largest_passes(self.layout.pipeline, self.rank, self.layout.virtual, accumulation)
 
     def states(self, replica: int | None = None) -> StateBytes:
         """States of a replica's worker (default: the largest one).
@@ -253,13 +270,14 @@ class Stage:
         """Return a micro batch's parts on this stage. See :meth:`ModelShapes.trace` for ``exact``."""
         cut = self.layout.pipeline > 1
         return [
-            StagePart(
-                self.model.trace(variant, blocks if cut else None, exact=exact),
-                is_first=self.is_first and number == 0,
-                is_last=self.is_last and number == len(self.blocks) - 1,
-                tied_bytes=self._tied_bytes,
-                shares_casts=cut and variant.recompute == "none",
-                offloads=self.setting.offloads_activations,
+            _stage_part(
+                self.model,
+                variant,
+                blocks if cut else None,
+                self.is_first and number == 0,
+                self.is_last and number == len(self.blocks) - 1,
+                self._tied_bytes,
+                exact=exact,
             )
             for number, blocks in enumerate(self.blocks)
         ]

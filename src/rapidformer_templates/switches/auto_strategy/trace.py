@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -266,6 +266,24 @@ def passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tuple
 
 
 @cache
+def largest_passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tuple[Pass, ...]:
+    """Return the passes of :func:`passes` without those that never hold more than another one."""
+    largest: list[Pass] = []
+    for each in passes(workers, rank, per_worker, microbatches):
+        if not any(_holds_as_much(other, each) for other in largest):
+            largest = [*(other for other in largest if not _holds_as_much(each, other)), each]
+    return tuple(largest)
+
+
+def _holds_as_much(one: Pass, other: Pass) -> bool:
+    if one._replace(others=(), travelling=0, begun=other.begun) != other._replace(others=(), travelling=0):
+        return False
+    counts = dict(one.others)
+    is_at_least = all(count <= counts.get(part, 0) for part, count in other.others)
+    return is_at_least and other.travelling <= one.travelling and other.begun <= one.begun
+
+
+@cache
 def _passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tuple[Pass, ...]:
     passes_seen: dict[Pass, None] = {}
     alive: list[Action] = []
@@ -360,8 +378,14 @@ class StagePart:
         first = next((i for i, phase in enumerate(phases) if phase.name == "backward"), 0)
         return phases[first - 1].finished if first else 0
 
-    def phases(self, *, forward: bool) -> Iterator[tuple[Phase, int]]:
-        """Yield the phases of its forwards or backwards, with their bytes beyond the states and finished gradients."""
+    def phases(self, *, forward: bool) -> list[tuple[Phase, int]]:
+        """Return the phases of its forwards or backwards, with their bytes beyond the states and finished gradients."""
+        return [(phase, alone) for is_forward, phase, alone in self._own_phases if is_forward is forward]
+
+    @cached_property
+    def _own_phases(self) -> list[tuple[bool, Phase, int]]:
+        """The phases of this part. The first value is whether a phase belongs to the forward."""
+        own: list[tuple[bool, Phase, int]] = []
         phases, input_bytes, released_casts = self.trace.phases, 0, 0
         if not self.is_first:
             input_bytes = self.trace.hidden  # it arrives in place of the embedding
@@ -370,11 +394,12 @@ class StagePart:
         casts_by_stack = {phase.stack: phase.casts for phase in phases if phase.name == "forward"}
         for number, phase in enumerate(phases):
             is_forward = phase.name in ("begin", "forward", "head")
-            if forward is is_forward and self._has(number):
+            if self._has(number):
                 others = self.tied_bytes if phase.name in BACKWARD else 0
-                yield phase, phase.peak_without_gradients + input_bytes + released_casts - others
+                own.append((is_forward, phase, phase.peak_without_gradients + input_bytes + released_casts - others))
             if phase.name == "backward" and self.shares_casts:
                 released_casts += casts_by_stack[phase.stack]
+        return own
 
     def _has(self, number: int) -> bool:
         """Whether this part has a phase of the whole model. Only the last part has head and loss."""
