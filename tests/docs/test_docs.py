@@ -128,9 +128,11 @@ PLANS = [
 
 @pytest.mark.parametrize(("page", "command"), PLANS, ids=lambda value: name(value) if isinstance(value, Path) else None)
 def test_plans_succeed(
-    page: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    """Commands read examples of this checkout, but write elsewhere."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
 
 
