@@ -38,7 +38,7 @@ def _command(words: str) -> list[str]:
 def _row(layout: re.Match[str], partitioning: str, found: list[dict[str, object]]) -> dict[str, float]:
     """Return the predicted memory of a layout of the table."""
     tensor, pipeline, data, micro = map(int, layout.groups()[:4])
-    fields = {"tensor": tensor, "pipeline": pipeline, "data": data, "micro_batch_size": micro}
+    fields: dict[str, object] = {"tensor": tensor, "pipeline": pipeline, "data": data, "micro_batch_size": micro}
     fields |= {"recompute": "full" if layout[5] else "none", "virtual": 2 if layout[6] else 1}
     fields |= {"partitioning": partitioning.replace(" ", "-"), "shard_size": None, "offload_activations": False}
     (one,) = [entry for entry in found if all(entry[key] == value for key, value in fields.items())]
