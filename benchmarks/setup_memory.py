@@ -84,10 +84,10 @@ def measure(options: argparse.Namespace, advance: Advance = lambda text: None) -
     with tempfile.TemporaryDirectory(prefix="rf-") as name:
         largest: dict[str, int] = {}
         for engine, weights in product(options.engines.split(","), options.weights.split(",")):
-            config = _config(options.width, options.blocks, mixture=engine == "experts")
+            config = model_config(options.width, options.blocks, mixture=engine == "experts")
             folder = Path(name) / config.model_type
             if config.model_type not in largest:
-                largest[config.model_type] = _write_model(config, getattr(torch, options.dtype), folder)
+                largest[config.model_type] = write_model(config, getattr(torch, options.dtype), folder)
             case = Case(str(folder), ENGINES[engine], weights == "pretrained", True, options.first_step)
             whole = _fastest(replace(case, divided=False), options.repeats) if options.whole else None
             shares = _fastest(case, options.repeats)
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, advance: Advance = lambda text: None) -
     return rows
 
 
-def _config(width: int, blocks: int, *, mixture: bool) -> PreTrainedConfig:
+def model_config(width: int, blocks: int, *, mixture: bool) -> PreTrainedConfig:
     experts = 4
     kind, inner = (MixtralConfig, width * 8 // 3 // experts) if mixture else (LlamaConfig, width * 8 // 3)
     config: PreTrainedConfig = kind(
@@ -113,7 +113,7 @@ def _config(width: int, blocks: int, *, mixture: bool) -> PreTrainedConfig:
     return config
 
 
-def _write_model(config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> int:
+def write_model(config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> int:
     """Save a model with its tokenizer. Returns the fp32 bytes of its largest block or embedding."""
     words = {f"w{number}": number for number in range(31_990)} | {"<unk>": 31_990, "<pad>": 31_991}
     tokenizer = PreTrainedTokenizerFast(

@@ -33,6 +33,7 @@ ELSEWHERE = {
     r"(\.venv/bin/)?python -m tests\.support\.covering": "tests/switches/test_pairs.py reads what it writes",
     r"python scripts/gpu_check": "needs a GPU; tests/scripts/test_gpu_check.py",
     r"python scripts/compare_overhead": "needs an older checkout; tests/scripts/test_compare_overhead.py",
+    r"python scripts/compare_setup": "needs an older checkout; tests/scripts/test_compare_setup.py",
     r"python scripts/promises": "tests/scripts/test_promises.py",
     r"python scripts/resume_older": "needs the history; tests/scripts/test_resume_older.py",
     r"(torchrun --nproc-per-node 2 |python )examples/": "tests/docs/test_examples.py",
