@@ -7,6 +7,7 @@ memory. Nothing is computed.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -18,13 +19,14 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.receipt import bytes_by_kind
 from rapidformer_templates.errors import ConfigError, ModelError, RapidformerError
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.building import build_engine
 from rapidformer_templates.run.run import Run, Template
 from rapidformer_templates.switches.auto_strategy.fake_world import counted_engine, known_links, lone_worker
 from rapidformer_templates.switches.auto_strategy.results import Memory
 from rapidformer_templates.switches.auto_strategy.trace import ENOUGH_ROUNDS
-from rapidformer_templates.switches.auto_strategy.tracing import in_forks
+from rapidformer_templates.switches.auto_strategy.tracing import gpu_kernels, in_forks, with_gpu_kernels
 
 ENOUGH_MICRO_BATCHES = 3
 """Micro batches without a pipeline: the first, one that is repeated, and the last."""
@@ -145,7 +147,8 @@ def memory_of_rank(
             lambda: gradients.append(bytes_by_kind(run.engine.local_tensors())["gradients"])
         )
         batch = source.batch(plan.sizes.micro_batch)
-        with known_links(run.engine, lambda model: source.compute_loss(model, batch)):
+        kernels = nullcontext() if plan.device == "cpu" else gpu_kernels()
+        with known_links(run.engine, lambda model: source.compute_loss(model, batch)), kernels:
             for count in _accumulation_of_steps(plan):
                 live.reset_peak()
                 microbatches = list(_microbatches(run, batch, count))
@@ -177,7 +180,11 @@ def _with_source(template: Template, plan: Plan, source: PlannedModel, blocks: i
 
     class Planned(kind):
         def build_model(self) -> nn.Module:
-            return source.build(blocks)
+            model = source.build(blocks)
+            if plan.device != "cpu":
+                for block in map(model.get_submodule, find_blocks(model)):
+                    block.forward = with_gpu_kernels(block.forward)
+            return model
 
         def compute_loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
             return source.compute_loss(model, batch)

@@ -17,7 +17,7 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.errors import ConfigError, ModelError
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.run.engine_on_fake_tensors import memory_of_own_optimizer
+from rapidformer_templates.run.engine_on_fake_tensors import engine_memory, memory_of_own_optimizer
 from rapidformer_templates.run.planned_model import HookModel
 from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
@@ -183,6 +183,22 @@ def test_a_run_with_an_own_optimizer_needs_what_its_engine_needs_on_fake_tensors
     held = ranks[0][0]
     assert StateBytes(memory.parameters, memory.gradients, memory.optimizer) in held
     assert memory.total == pytest.approx(max(peak for _, peak in ranks), rel=0.01)
+
+
+@pytest.mark.parametrize("more", [[], ["--checkpoint-activations"]], ids=["", "recomputed"])
+def test_the_engine_of_a_plan_for_gpus_uses_their_kernels(more: list[str], tmp_path: Path) -> None:
+    """On a CPU, attention with dropout keeps its scores and masks. On a GPU it does not."""
+    GPT2Config(n_layer=3, n_embd=WIDTH, n_head=4, vocab_size=WORDS).save_pretrained(tmp_path)
+    job = LossJob(["--lr", "1", "--no-save", "--pretrained-model-name-or-path", str(tmp_path), *more])
+    source = HookModel(job, FlagModel)
+    peaks = {}
+    for device in ("cpu", "cuda"):
+        plan = resolve(job.config, detect("Trainer", "test", device=device, world_size=1))
+        shapes = Subject(job.config, plan, gpu=device == "cuda", source=source).shapes
+        peaks[device] = engine_memory(job, plan, source).peak
+        expected = predict(shapes, layout_of(plan), memory_options_of(plan, shapes.width)).total
+        assert peaks[device] == pytest.approx(expected, rel=0.001)
+    assert peaks["cuda"] < 0.99 * peaks["cpu"]
 
 
 def test_layouts_that_an_own_optimizer_cannot_be_planned_for_are_refused() -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rapidformer_templates.switches.layout.schedule import LEAVING, Action, Kind, with_transfers
@@ -276,7 +277,8 @@ def largest_passes(workers: int, rank: int, per_worker: int, microbatches: int) 
 
 
 def _holds_as_much(one: Pass, other: Pass) -> bool:
-    if one._replace(others=(), travelling=0, begun=other.begun) != other._replace(others=(), travelling=0):
+    kind = attrgetter("part", "is_forward", "newest", "added", "summed", "is_last")
+    if kind(one) != kind(other):
         return False
     counts = dict(one.others)
     is_at_least = all(count <= counts.get(part, 0) for part, count in other.others)

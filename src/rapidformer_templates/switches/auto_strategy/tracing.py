@@ -310,7 +310,14 @@ class OnGpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _on_gpu(forward: Callable[..., object]) -> Callable[..., object]:
+@contextlib.contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Use the kernels and the sizes of chunks of a GPU inside the context."""
+    with OnGpu(), patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES["accelerator"]):
+        yield
+
+
+def with_gpu_kernels(forward: Callable[..., object]) -> Callable[..., object]:
     """Run a forward under :class:`OnGpu`. Its recomputation in the backward has no function modes."""
 
     def on_gpu(*args: object, **kwargs: object) -> object:
@@ -356,8 +363,7 @@ def trace(
                 stack.callback(parameter.register_post_accumulate_grad_hook(watch.finish).remove)
         stack.enter_context(without_warnings())
         if gpu:
-            stack.enter_context(OnGpu())
-            stack.enter_context(patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES["accelerator"]))
+            stack.enter_context(gpu_kernels())
         stack.enter_context(watch)
         with torch.autocast("cpu", dtype=compute_type or torch.bfloat16, enabled=compute_type is not None):
             loss = compute_loss(model, batch)
@@ -403,7 +409,7 @@ def _watch_blocks(
         else:
             stack.callback(vars(block).pop, "forward", None)
         if recompute != "none":
-            forward = _on_gpu(block.forward) if gpu else block.forward
+            forward = with_gpu_kernels(block.forward) if gpu else block.forward
             block.forward = Checkpointed(forward, selective=recompute == "selective", flag="--checkpoint-activations")
 
         def enter(module: nn.Module, args: object, *, position: tuple[str, int] = position) -> None:
