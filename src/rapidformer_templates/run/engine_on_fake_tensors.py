@@ -31,7 +31,6 @@ from rapidformer_templates.switches.auto_strategy.tracing import gpu_kernels, in
 ENOUGH_MICRO_BATCHES = 3
 """Micro batches without a pipeline: the first, one that is repeated, and the last."""
 
-
 OFFLOADED = "offload-activations"
 
 
@@ -91,12 +90,9 @@ def memory_of_own_optimizer(
 
 
 def _check_support(plan: Plan) -> None:
-    engine = plan.engine.partition(":")[2]
-    if engine == "DeepSpeedEngine":
-        subject, hint = (
-            "DeepSpeed's engine",
-            "--use-distributed-optimizer and --fsdp-memory-optimization have own engines",
-        )
+    if plan.engine.endswith(":DeepSpeedEngine"):
+        subject = "DeepSpeed's engine"
+        hint = "--use-distributed-optimizer and --fsdp-memory-optimization have own engines"
     elif OFFLOADED in plan.switches:
         subject, hint = OFFLOADED, "plan without it: the result is an upper bound of the memory of the device"
     else:
