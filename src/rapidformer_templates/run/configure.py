@@ -203,7 +203,7 @@ def _origin(template: type[Template], config: RunConfig) -> str:
     try:
         line = inspect.getsourcelines(template)[1]
     except (OSError, TypeError):  # for example, a class that was typed at a prompt
-        return _file(template) or "in code"
+        return "in code"
     return f"{_file(template)}:{line}"
 
 
