@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.contest import Answer, Columns, Flag, table
-from benchmarks.killed_runs import FaultReport, Life, Solution, run_faults
+from benchmarks.killed_runs import FaultReport, Life, SaveClock, Solution, run_faults
 from benchmarks.trainees import TRAINEES, Marks, Ours, Outcome, Place, Trainee, TransformersTrainer, live
 from benchmarks.worker_faults import ENGINES, Group, Victim
 from rapidformer_templates.commands.bench.output import progress
@@ -103,24 +103,19 @@ class SingleProcess:
         process = context.Process(target=live, args=(self._trainee, str(run), marks))
         process.start()
         began = time.perf_counter()
-        saves: list[float] = []
-        entered: float | None = None  # start of the current save
+        clock = SaveClock()
         while not multiprocessing.connection.wait([process.sentinel], POLL_SECONDS):
-            now = time.perf_counter()
-            if marks.saving:
-                entered = entered or now
-            elif entered is not None:
-                saves.append(now - entered)
-                entered = None
-            if kill is None or now - began < kill.after:
+            now = time.perf_counter() - began
+            clock.look(marks, now)
+            if kill is None or now < kill.after:
                 continue
-            if kill.into_save is None or (entered is not None and now - entered >= kill.into_save):
+            if kill.into_save is None or (clock.entered is not None and now - clock.entered >= kill.into_save):
                 process.kill()
                 break
         process.join()
         killed = process.exitcode == -9
         seconds = time.perf_counter() - began
-        return Life(seconds, marks.place if killed else None, None if killed else process.exitcode, tuple(saves))
+        return Life(seconds, marks.place if killed else None, None if killed else process.exitcode, tuple(clock.saves))
 
 
 def answer(options: argparse.Namespace) -> Answer:

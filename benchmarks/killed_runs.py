@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from benchmarks.trainees import Outcome, Place
+from benchmarks.trainees import Marks, Outcome, Place
 from rapidformer_templates.commands.bench.output import Advance
 from rapidformer_templates.errors import RapidformerError
 
@@ -39,6 +39,29 @@ class Life(NamedTuple):
     victim: str = ""
     end: float = 0.0
     survivors: int = 0
+
+
+class SaveClock:
+    """Measures the saves of a process from outside.
+
+    Attributes:
+        start: Seconds until the first step. Infinite before it.
+        saves: Seconds of each save.
+        entered: Start of the current save. None outside of saves.
+    """
+
+    def __init__(self) -> None:
+        self.start, self.saves = float("inf"), list[float]()
+        self.entered: float | None = None
+
+    def look(self, marks: Marks, now: float) -> None:
+        if marks.stage == Place.STEP:
+            self.start = min(self.start, now)
+        if marks.saving:
+            self.entered = self.entered or now
+        elif self.entered is not None:
+            self.saves.append(now - self.entered)
+            self.entered = None
 
 
 class Solution(Protocol[KillT]):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.run import main as torchrun
 
-from benchmarks.killed_runs import Life
+from benchmarks.killed_runs import Life, SaveClock
 from benchmarks.trainees import BATCH, Marks, Ours, Outcome, Place, Trainee, prepare
 
 ENGINES = {
@@ -133,28 +133,6 @@ class Group:
         return Life(seconds, place, status, tuple(clock.saves), clock.start, victim, end, survivors)
 
 
-class SaveClock:
-    """Measures the saves of a worker from outside.
-
-    Attributes:
-        start: Seconds until the first step. Infinite before it.
-        saves: Seconds of each save.
-    """
-
-    def __init__(self) -> None:
-        self.start, self.saves = float("inf"), list[float]()
-        self._entered: float | None = None
-
-    def look(self, marks: Marks, now: float) -> None:
-        if marks.stage == Place.STEP:
-            self.start = min(self.start, now)
-        if marks.saving:
-            self._entered = self._entered or now
-        elif self._entered is not None:
-            self.saves.append(now - self._entered)
-            self._entered = None
-
-
 def _strike(kill: GroupKill, watched: Marks, run: Path, launcher: int) -> Place | None:
     """Kill, and return the state of the watched worker at that time. None if it is in another state than planned.
 
@@ -177,12 +155,8 @@ def _strike(kill: GroupKill, watched: Marks, run: Path, launcher: int) -> Place 
     except ProcessLookupError:  # it has ended
         return None
     finally:
-        if pid and _is_running(pid):
+        if pid and Path(f"/proc/{pid}/fd/1").exists():  # a killed one has no files
             os.kill(pid, signal.SIGCONT)
-
-
-def _is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}/fd/1").exists()
 
 
 def _processes_of(run: Path) -> list[int]:
