@@ -1,9 +1,9 @@
 """Compare the memory and the time that this checkout and an older one need until the end of the first step.
 
-    python scripts/compare_setup.py ../older [--width 1024] [--rounds 3] [--engines fsdp,2x2] [--weights pretrained]
+    python scripts/compare_setup.py ../older [--width 1024] [--rounds 3] [--engines fsdp,2x2] [--dtype float32]
 
-Four workers build the model of ``python -m benchmarks setup-memory``, with random weights or from bf16 files, and
-train one step. The checkouts take turns, so that a busy machine hits both. It prints the medians of the workers that
+Four workers build the model of ``python -m benchmarks setup-memory``, with random weights or from files, and train
+one step. The checkouts take turns, so that a busy machine hits both. It prints the medians of the workers that
 need most, and the median of the ratios within a round, for the seconds and for the seconds of the processor.
 """
 
@@ -146,6 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("older", type=Path, help="folder of the older checkout")
     parser.add_argument("--width", type=int, default=1024, help="hidden size; 1024 gives 267 M parameters (default)")
     parser.add_argument("--blocks", type=int, default=16, help="blocks of the model (default: 16)")
+    dtypes = ("bfloat16", "float32")
+    parser.add_argument("--dtype", default=dtypes[0], choices=dtypes, help="type of the weights in the files")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each checkout (default: 3)")
     parser.add_argument("--engines", default=",".join(ENGINES), help="engines, separated by commas (default: all)")
     parser.add_argument("--weights", default="random,pretrained", help="sources of the weights (default: both)")
@@ -156,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = model_config(options.width, options.blocks, mixture=engine == "experts")
             folder = Path(name) / config.model_type
             if not folder.exists():
-                write_model(config, torch.bfloat16, folder)
+                write_model(config, getattr(torch, options.dtype), folder)
             flags = all_flags(engine, weights, folder)
             rounds = [[measure(server, folder, flags) for server in servers] for _ in range(options.rounds)]
             print(f"{engine}, {weights}: {describe(rounds)}", flush=True)

@@ -163,8 +163,12 @@ def tensors_in(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _open(original: Callable[..., safe_open], path: str, *args: object, **kwargs: object) -> safe_open | _OpenFile:
-    opened, read = original(path, *args, **kwargs), _read_tensor.get()  # safetensors checks the file
-    return opened if read is None else _OpenFile(path, opened, read)
+    read = _read_tensor.get()
+    if read is None:
+        return original(path, *args, **kwargs)
+    if "backend" in kwargs:  # mapped files count as memory of the process, although others share their pages
+        kwargs["backend"] = "pread"
+    return _OpenFile(path, original(path, *args, **kwargs), read)  # safetensors checks the file
 
 
 def _load(

@@ -34,6 +34,7 @@ from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saved_model import DESCRIPTION
 from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.system.files import new_folder, write_json
+from rapidformer_templates.system.process_state import freed_memory_given_back
 from rapidformer_templates.system.tensor_files import TensorFiles
 
 
@@ -41,9 +42,10 @@ from rapidformer_templates.system.tensor_files import TensorFiles
 def exported_weights(engine: Engine) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     """Yield an iterator over the weights that a run exports, see :meth:`Engine.whole_weights`. Call it on every rank.
 
-    All ranks send their parts, even if rank 0 cannot write them.
+    All ranks send their parts, even if rank 0 cannot write them. Otherwise the allocator would keep the memory of many
+    gathered tensors: what is stored between them prevents that their memory is used again.
     """
-    with engine.averaged():
+    with engine.averaged(), freed_memory_given_back():
         weights = engine.whole_weights()
         try:
             yield weights

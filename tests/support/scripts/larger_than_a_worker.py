@@ -9,9 +9,12 @@ import torch
 from rapidformer_templates import Data, OptimizerSpec, Trainer
 from rapidformer_templates.models.loading import build_model
 
+LR, STEPS = 0.1, 3
+
 
 def samples() -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(8000, (8, 16), generator=torch.Generator().manual_seed(0))
+    """Return the samples of a step. Each step trains with all of them."""
+    tokens = torch.randint(8000, (4, 16), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
@@ -29,4 +32,6 @@ class Pretrained(Trainer):
 if __name__ == "__main__":
     limit = int(sys.argv.pop(1))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # the workers inherit it
-    Pretrained.main(train_iters=2, lr=1e-2, global_batch_size=4, log_interval=1)
+    Pretrained.main(
+        train_iters=STEPS, lr=LR, lr_decay_style="constant", clip_grad=0.0, global_batch_size=4, log_interval=1
+    )
