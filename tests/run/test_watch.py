@@ -23,8 +23,8 @@ LAYOUTS = {
     "2 × 2": "--nproc-per-node 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
 }
 HANGS = {
-    "sleeps": r"worker 1 on \S+ makes no progress: hanging\.py:40 in on_step_end \(step 5, hooks and own code\)",
-    "reads": r"worker 1 on \S+ makes no progress: hanging\.py:24 in __getitem__ \(step 6, loading data\)",
+    "sleeps": r"worker 1 on \S+ makes no progress: hanging\.py:43 in on_step_end \(step 5, hooks and own code\)",
+    "reads": r"worker 1 on \S+ makes no progress: hanging\.py:27 in __getitem__ \(step 6, loading data\)",
     "stops": r"worker 1 on \S+ does not respond \(stopped or gone\)",
 }
 WAITING = r"worker 0 in \w+, \S+ in \w+ \(step [56], "
@@ -77,3 +77,14 @@ def test_a_worker_that_leaves_with_status_0_is_named(how: str, tmp_path: Path) -
     assert ended.returncode == 1
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.longer
+def test_a_worker_that_a_library_aborts_is_named_with_its_line(tmp_path: Path) -> None:
+    """Gloo aborts one of the two workers that exchange numbers of different sizes: which one, is not determined."""
+    ended = _run("calls another collective", 1, "replicas", tmp_path / "run")
+    assert ended.returncode == 1
+    assert re.search(r"worker [01] was killed by SIGABRT after \d+ s", ended.stderr), ended.stderr
+    assert re.search(r"\n  where  (hanging\.py:53 in on_step_end|workers\.py:\d+ in sum)\n", ended.stderr), ended.stderr
+    assert "such as different collectives in two workers" in ended.stderr

@@ -36,16 +36,18 @@ import os, sys, threading, time
 from pathlib import Path
 from rapidformer_templates.errors import Interrupted
 from rapidformer_templates.system.launch import report_errors
-from rapidformer_templates.system.processes import end_with_launcher
+from rapidformer_templates.system.processes import end_with_launcher, has_met
 from rapidformer_templates.system.processes import StopRequest, handle_stop_signals
 
 how, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
 def body():
     with handle_stop_signals(StopRequest(alone=False)) as stop, stop.loop(saves=True):
-        end_with_launcher(grace=1 if how == "hangs" else 60)  # one that saves ends at once, on a slow machine later
+        end_with_launcher(grace=1 if how == "hangs" else 600)  # one that saves ends at once, on a slow machine later
+        if how != "connects":
+            has_met.set()
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
-        if how == "hangs":
+        if how in ("hangs", "connects"):
             threading.Lock().acquire() and threading.Event().wait()
         while not stop.is_requested:
             time.sleep(0.01)
@@ -61,7 +63,7 @@ report_errors(body)
 
 
 class Run:
-    """A launcher with two workers that are in their loop, hang in it, or spend a long time in imports."""
+    """A launcher with two workers that are in their loop, hang in it, connect to each other, or import for long."""
 
     def __init__(self, how: str, folder: Path, launcher: str = LAUNCHER, **more: Any) -> None:
         for name, text in (("launcher.py", launcher), ("worker.py", WORKER)):
@@ -121,7 +123,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["steps", "hangs"])
+@pytest.mark.parametrize("how", ["steps", "hangs", "connects"])
 def test_workers_end_when_their_launcher_is_killed(start: Callable[..., Run], how: str) -> None:
     run = start(how)
     run.process.kill()

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from rapidformer_templates.errors import WorkerHangs
-from rapidformer_templates.system import phase_clock, replaced_functions
 from rapidformer_templates.system.launch import line_of, report_error
 from rapidformer_templates.system.phase_clock import PhaseClock
+from rapidformer_templates.system.processes import is_own_code
 from rapidformer_templates.system.workers import Workers
 
 SETUP, DATA, EXCHANGE, STEP = "setup", "loading data", "exchange of counts", "training step"
@@ -45,9 +45,6 @@ SETUP_SECONDS = 1800
 
 BEAT = 1.0
 """Maximum seconds between two publications of a worker."""
-
-PASSED_THROUGH = (phase_clock.__file__, replaced_functions.__file__)
-"""Modules that wrap the waits of collectives."""
 
 
 @dataclass(frozen=True)
@@ -256,15 +253,12 @@ class _Watcher:
 
 def _position(frame: FrameType | None) -> tuple[str, str]:
     """Return the line of the user's or this package's code that a thread runs, and the collective that it waits in."""
-    call, package = "", f"/{__name__.partition('.')[0]}/"
+    call = ""
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
-        is_library = any(part in path for part in ("/site-packages/", "/dist-packages/", "/lib/python"))
-        if path in PASSED_THROUGH:
-            pass  # the wait belongs to the collective that calls it
-        elif package in path or not (is_library or path.startswith("<frozen")):
+        if is_own_code(path):
             return f"{line_of(frame)} in {name}", call
-        elif "/torch/distributed/" in path and name != "wrapper":
+        if "/torch/distributed/" in path and name != "wrapper":
             call = call or name
         elif name == "_engine_run_backward":
             call = call or "backward"

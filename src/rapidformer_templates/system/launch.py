@@ -41,6 +41,12 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = ("lo", "lo0")
 """Names of the interface that only this machine can reach, on Linux and on macOS."""
 
+USUAL_CAUSES = {
+    int(signal.SIGKILL): "out of memory is the usual cause of SIGKILL; ",
+    int(signal.SIGABRT): "a library has printed the reason above, such as different collectives in two workers; ",
+}
+"""The beginning of the hint about a worker that a signal has ended."""
+
 NOTICE_SECONDS = 5
 """Seconds within which the peers of a killed worker fail, too, and report it."""
 
@@ -176,10 +182,10 @@ def raise_first_error(
     if "told_at" in first.report:
         lost = 0 if is_requested else first.report.get("lost_workers", 0)
         raise ReportedError(first.report["message"], first.status if first.status > 0 else 1, first.rank, lost)
-    memory = "out of memory is the usual cause of SIGKILL; " if first.status == -signal.SIGKILL else ""
     raise WorkerFailed(
         f"worker {first.rank} {first.describe_end} after {time.time() - started:.0f} s; the others were stopped",
-        hint=f"{memory}--resume continues from the last checkpoint",
+        where=first.crash,
+        hint=f"{USUAL_CAUSES.get(-first.status, '')}--resume continues from the last checkpoint",
         lost_workers=0 if is_requested else max(1, sum(failure.is_loss for failure in others)),
     )
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import codecs
+import faulthandler
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,6 +53,9 @@ HANG_GRACE = 2.0
 
 POLL = 0.05
 """Seconds between two checks of the workers."""
+
+has_met = threading.Event()
+"""Set once this worker has met the others. Before that it has nothing to save, and may wait in a connection."""
 
 GLOO_THREADS = "pt_gloo_runloop"
 LOOKS, BETWEEN, PATIENCE = 3, 0.002, 10.0
@@ -192,12 +197,14 @@ class Failure:
         status: its exit status. A negative one is the signal that killed it. 0 if it left the others at work.
         noticed: time at which that was noticed, in seconds. Infinite for a worker that the launcher has killed.
         report: contents of its error file.
+        crash: the line of Python code that it ran when it crashed, if it could still write it.
     """
 
     rank: int
     status: int
     noticed: float
     report: ErrorRecord = field(default_factory=ErrorRecord)
+    crash: str | None = None
 
     @property
     def is_loss(self) -> bool:
@@ -297,7 +304,13 @@ class WorkerProcesses:
         """Return the workers that failed. A worker that still runs counts as killed."""
         running = {self._processes.index(process): -signal.SIGKILL for process in self._running()}
         return [
-            Failure(rank, status, self._noticed.get(rank, time.time()), _read(self._files[rank]))
+            Failure(
+                rank,
+                status,
+                self._noticed.get(rank, time.time()),
+                _read(self._files[rank]),
+                _line_of_crash(_crash_file(self._files[rank])),
+            )
             for rank, status in sorted((self._failed() | running).items())
         ]
 
@@ -390,12 +403,52 @@ def _read(file: Path) -> ErrorRecord:
     return report
 
 
+def _crash_file(error_file: Path) -> Path:
+    return error_file.with_suffix(".crash")
+
+
+@cache
+def record_crashes() -> None:
+    """Let a crash of this worker, such as an abort in C++ code, write the stacks of its threads for the launcher."""
+    error_file = Path(os.environ.get(ERROR_FILE, ""))
+    if LAUNCHER in os.environ and error_file.parent.is_dir() and not faulthandler.is_enabled():
+        faulthandler.enable(os.open(_crash_file(error_file), os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+def _line_of_crash(file: Path) -> str | None:
+    """Return the line that a crashed worker ran, from the stacks of faulthandler: ``train.py:8 in on_step_end``.
+
+    It is the newest line outside of other packages in the thread that crashed. If that was a thread without Python
+    code, as those of gloo are, it is a line of the main thread, which comes last.
+    """
+    try:
+        stacks = [text for text in file.read_text(encoding="utf-8").split("\n\n") if "  File " in text]
+    except (OSError, ValueError):
+        return None
+    crashed = [stack for stack in stacks if stack.startswith("Current thread")] or stacks[-1:]
+    for path, line, name in re.findall(r'  File "(.+)", line (\d+) in (.+)', "".join(crashed)):
+        if is_own_code(path):
+            return f"{Path(path).name}:{line} in {name}"
+    return None
+
+
+def is_own_code(path: str) -> bool:
+    """Return whether a file belongs to this package or to the user, and not to Python or another package.
+
+    Modules of this package that wrap the functions of others do not count. A wait there belongs to the caller.
+    """
+    if f"/{__name__.partition('.')[0]}/" in path:
+        return not path.endswith(("/system/phase_clock.py", "/system/replaced_functions.py"))
+    return not any(part in path for part in ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen"))
+
+
 @cache
 def end_with_launcher(grace: float = GRACE) -> None:
     """End this worker if the process that started it is gone. It is asked to save and end, and then killed.
 
     Args:
-        grace: seconds between the two, for hung workers that cannot save.
+        grace: seconds between the two, for hung workers that cannot save. Before :data:`has_met` is set, there is
+            nothing to save, and no signal ends a wait in a connection: it is :data:`HANG_GRACE`.
     """
     if LAUNCHER in os.environ:
         launcher = int(os.environ[LAUNCHER])
@@ -410,7 +463,9 @@ def _follow(launcher: int, grace: float) -> None:
     while os.getppid() == launcher:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(grace)
+    time.sleep(min(grace, HANG_GRACE))
+    if has_met.is_set():
+        time.sleep(max(0.0, grace - HANG_GRACE))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -20,7 +20,7 @@ from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.launch import INTERFACE
 from rapidformer_templates.system.phase_clock import PhaseClock
-from rapidformer_templates.system.processes import end_with_launcher, joined, wait_at_exit
+from rapidformer_templates.system.processes import end_with_launcher, has_met, joined, record_crashes, wait_at_exit
 from rapidformer_templates.system.rendezvous import check_interface, open_store
 
 # Newer names first: the older ones warn if both exist.
@@ -194,9 +194,11 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     is_first = not dist.is_initialized()  # otherwise the code that opened the group closes it
     in_group = "RANK" in os.environ and is_first
     end_with_launcher()
+    record_crashes()
     store = _open_group(device) if in_group else None
     try:
         mesh = _mesh(device, sizes)
+        has_met.set()
         workers = Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, mesh, sizes.context, store)
         with joined(), workers.clock.counts_waits() if world > 1 else nullcontext():
             yield workers

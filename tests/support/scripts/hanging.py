@@ -8,6 +8,9 @@ import sys
 import time
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from rapidformer_templates import Data
 from tests.support.jobs import CausalJob
 
@@ -46,6 +49,8 @@ class Hanging(CausalJob):
             sys.exit(0)
         elif HOW == "leaves":
             os._exit(0)
+        elif HOW == "calls another collective":
+            dist.all_reduce(torch.zeros(1))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -390,3 +392,13 @@ def test_real_build_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert parts.is_built("cpu_adam", root)  # the worker compiled nothing again
+
+
+def test_no_compiler_is_started_for_deepspeeds_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    deepspeed = pytest.importorskip("deepspeed")
+    folders: list[str] = []
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *arguments, **named: folders.append("made"))
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)  # ask again, if another test did
+    parts.leave_out_shm_comm()
+    assert importlib.import_module("deepspeed.comm.torch").build_shm_op() is None
+    assert not folders

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -98,11 +99,11 @@ def leave_out_shm_comm() -> None:
     """Disable DeepSpeed's shared-memory all-reduce. Call it in CPU workers before DeepSpeed's communication starts.
 
     DeepSpeed would compile it on first use, which takes half a minute. Only its tensor-parallel layers call it.
-    Training always uses gloo.
+    Training always uses gloo. Even the question whether it can be compiled starts a compiler in each worker, and a
+    worker that is killed meanwhile leaves a folder in the temporary directory.
     """
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    communication = importlib.import_module("deepspeed.comm.torch")  # its attribute of this name is torch itself
+    patch_function(communication, "build_shm_op", lambda build: None)
 
 
 def ask_processor_once() -> None:
