@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +92,15 @@ def test_files_are_read_as_usual_outside_of_the_context(path: Path) -> None:
     _tensors_in(path)
     with modeling_utils.safe_open(path, framework="pt", device="cpu") as file:
         assert torch.equal(file.get_slice("large")[...], load_file(path)["large"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_files_are_not_mapped(path: Path) -> None:
+    def mappings() -> str:
+        with modeling_utils.safe_open(path, framework="pt", device="cpu", backend="mmap") as file:
+            file.get_slice("small")[...]
+            return Path("/proc/self/maps").read_text()
+
+    assert str(path) in mappings()
+    with tensors_read_by(lambda tensor: None):
+        assert str(path) not in mappings()
