@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
@@ -216,12 +215,9 @@ class SingleEngine:
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
         for _ in self._iter_update_chunks() if finite else ():
             if self.loss_scale is not None:
-                for parameters in self._parameters_by_mesh:
-                    if gradients := [p.grad for p in parameters if p.grad is not None]:
-                        torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
-            if 0 < self.clip_grad < length + 1e-6:  # otherwise torch would multiply every gradient by one
-                for parameters in self._parameters_by_mesh:
-                    clip_grads_with_norm_(parameters, self.clip_grad, norm)
+                self._multiply_gradients(self.loss_scale.scale.reciprocal())
+            if 0 < self.clip_grad < length + 1e-6:  # otherwise the factor is one
+                self._multiply_gradients(torch.clamp(self.clip_grad / (norm + 1e-6), max=1.0))
             self._update()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=not finite)
@@ -245,13 +241,10 @@ class SingleEngine:
             self.loss_scale.update(overflow=skipped)
         return skipped
 
-    @cached_property
-    def _parameters_by_mesh(self) -> Sequence[Sequence[nn.Parameter]]:
-        """The parameters in groups that one operation may process together: by device mesh, or without a mesh."""
-        groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-        for parameter in self._parameters:
-            groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-        return list(groups.values())
+    def _multiply_gradients(self, factor: torch.Tensor) -> None:
+        """Multiply this worker's parts, not the DTensors that they are part of, whose operations take long to begin."""
+        if gradients := [local_part(p.grad) for p in self._parameters if p.grad is not None]:
+            torch._foreach_mul_(gradients, factor)
 
     def _iter_update_chunks(self) -> Iterator[None]:
         """Yield once per group of parameters that is updated together. By default, all parameters are one group."""
