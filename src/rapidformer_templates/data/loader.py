@@ -108,7 +108,8 @@ class MicroBatch:
     @property
     def padded_tokens(self) -> int:
         """Number of tokens including padding."""
-        return math.prod(self.shape) if self.shape else 0
+        shape = self.shape
+        return math.prod(shape) if shape else 0
 
     def pin_memory(self) -> MicroBatch:
         """Move this micro batch to page-locked memory. The loader calls it."""

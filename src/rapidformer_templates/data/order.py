@@ -114,7 +114,7 @@ class SampleOrder(Order):
         self.identity = identity
         self.steps_per_epoch = math.ceil(size / global_batch)
         self._permutations = NewestEpochs(self._permutation)
-        self._window: tuple[tuple[int, int], list[np.ndarray]] = ((-1, -1), [])
+        self._window: tuple[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = ((-1, -1), [])
 
     def epoch(self, step: int) -> float:
         """Return the passes over the data that are complete before ``step``."""
@@ -127,21 +127,19 @@ class SampleOrder(Order):
         epoch, index, end = 0, step, None
         if self.by_epochs:
             epoch, index = divmod(step, self.steps_per_epoch)
-            end = self.size
+            end = (epoch + 1) * self.size
         if self.lengths is None:
-            positions = self._slice(index * self.global_batch, self.global_batch, end) + epoch * self.size
-        else:
-            # Samples of similar length: a window of positions is sorted by length and then shuffled by batches.
-            window, number = divmod(index, WINDOW)
-            if self._window[0] != (epoch, window):
-                span = WINDOW * self.global_batch
-                positions = self._slice(window * span, span, end) + epoch * self.size
-                positions = positions[np.argsort(self.lengths[self._samples(positions)], kind="stable")]
-                batches = [positions[i : i + self.global_batch] for i in range(0, len(positions), self.global_batch)]
-                shuffled = np.random.default_rng((self.seed, Stream.BATCHES, epoch, window)).permutation(len(batches))
-                self._window = ((epoch, window), [batches[i] for i in shuffled])
-            positions = self._window[1][number]
-        return self._samples(positions), positions
+            return self._span(epoch * self.size + index * self.global_batch, self.global_batch, end)
+        # Samples of similar length: a window of positions is sorted by length and then shuffled by batches.
+        window, number = divmod(index, WINDOW)
+        if self._window[0] != (epoch, window):
+            count = WINDOW * self.global_batch
+            samples, positions = self._span(epoch * self.size + window * count, count, end)
+            by_length = np.argsort(self.lengths[samples], kind="stable")
+            batches = [by_length[i : i + self.global_batch] for i in range(0, len(by_length), self.global_batch)]
+            shuffled = np.random.default_rng((self.seed, Stream.BATCHES, epoch, window)).permutation(len(batches))
+            self._window = ((epoch, window), [(samples[batches[i]], positions[batches[i]]) for i in shuffled])
+        return self._window[1][number]
 
     def depends_on(self) -> dict[str, object]:
         """Return what the samples of a step depend on."""
@@ -153,22 +151,17 @@ class SampleOrder(Order):
             "--group-by-length": self.lengths is not None,
         } | ({"the corpus": self.identity} if self.identity else {})
 
-    def _slice(self, start: int, count: int, end: int | None) -> np.ndarray:
+    def _span(self, start: int, count: int, end: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return (sample indices, positions) of ``count`` consecutive positions, or of those before ``end``."""
         stop = start + count if end is None else min(start + count, end)
-        return np.arange(start, stop, dtype=np.int64)
-
-    def _samples(self, positions: np.ndarray) -> np.ndarray:
+        positions = np.arange(start, stop)
         if self.in_order:
-            return positions
-        first, last = int(positions.min()) // self.size, int(positions.max()) // self.size
-        if first == last:  # nearly always the case, and several times faster
-            return self._permutations[first][positions - first * self.size]
-        epochs = positions // self.size
-        samples = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            in_epoch = epochs == epoch
-            samples[in_epoch] = self._permutations[int(epoch)][positions[in_epoch] % self.size]
-        return samples
+            return positions, positions
+        parts = []
+        for epoch in range(start // self.size, (stop - 1) // self.size + 1):  # nearly always one
+            first = epoch * self.size
+            parts.append(self._permutations[epoch][max(start - first, 0) : stop - first])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts), positions
 
     def _permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self.seed, Stream.ORDER, epoch)).permutation(self.size)

@@ -56,7 +56,7 @@ class Step:
         self.result: StepResult | None = None
         self._engine = engine
         self._weight = engine._gradient_divisor / max(targets, 1.0)
-        self._total = torch.zeros((), dtype=torch.float64, device=engine.workers.device)  # of the weighted losses
+        self._total: torch.Tensor | None = None  # of the weighted losses on this worker (fp64)
         self._finished = 0  # micro batches
         self._losses_here: list[_MicroBatchLoss] = []
         self._measured: Mapping[str, torch.Tensor] = {}
@@ -180,8 +180,11 @@ class Step:
         later = engine._monitor.hook_counts if engine._monitor else None
         zeros = engine._needs_zero_gradients
         loss = weighted_loss(result, self._model, microbatch, self._weight, later, zeros=zeros)
-        self._losses_here.append(_MicroBatchLoss(loss.detach(), microbatch.samples))
         self._leave()
+        value = loss.detach()
+        self._losses_here.append(_MicroBatchLoss(value, microbatch.samples))
+        # A copy, because workers sum it in place.
+        self._total = value.to(torch.float64, copy=True) if self._total is None else self._total + value
         self._model = engine._callable  # frees a recorded output
         if microbatch.targets == 0 and not microbatch.idle:
             engine._fill_zero_gradients(reached_parameters(loss))
@@ -201,7 +204,6 @@ class Step:
         """Run the backward of the current micro batch, and complete the gradients after the last one."""
         self._begin_backward(loss, self._microbatch)
         self._leave()
-        self._total += loss.detach()
         self._engine.micro_steps += 1
         self._finished += 1
         if self._finished == len(self.microbatches):
@@ -214,9 +216,11 @@ class Step:
         workers.clock.enter(EXCHANGE)
         if engine._auxiliary:
             self._measured = engine._auxiliary.results(workers)
-        if not workers.is_replica_leader:  # all workers of a replica compute the same loss
-            self._total = torch.zeros_like(self._total)
-        self._loss = self._exchange(self._total) / engine._gradient_divisor
+        total, divisor = self._total, engine._gradient_divisor
+        if total is None or not workers.is_replica_leader:  # all workers of a replica compute the same loss
+            total = torch.zeros((), dtype=torch.float64, device=workers.device)
+        total = self._exchange(total)
+        self._loss = total if divisor == 1.0 else total / divisor
         engine._reduce()
 
     @final

@@ -77,7 +77,7 @@ class IndexLimits:
         Raises:
             DataError: a number is outside of its table.
         """
-        if not isinstance(microbatch.batch, Mapping):
+        if not (self.vocabulary or self.classes) or not isinstance(microbatch.batch, Mapping):
             return
         for field, tensor in microbatch.batch.items():
             if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu or tensor.is_floating_point():

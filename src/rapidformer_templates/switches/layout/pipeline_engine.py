@@ -274,7 +274,6 @@ class PipelineStep(Step):
         if engine._auxiliary:
             self._recorded[stage, number] = engine._auxiliary.recorded()
         if stage == engine.last_stage:
-            self._total += output.detach()
             self._losses[number] = output
         else:
             # The backward needs only the graph. The next stage has the values, unless the graph itself saves them.
