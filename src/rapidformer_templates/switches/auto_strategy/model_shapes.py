@@ -310,10 +310,12 @@ class ModelShapes:
         together = {replace(variant, micro_batch=TRACED_SAMPLES[0], recompute="none") for variant in variants}
 
         def traced_apart(variant: Variant) -> tuple[dict[Variant, Trace], dict[Variant, dict[str, int]]]:
+            known = set(self._traces)
             self._traced(variant)
-            return self._traces, self._gradients
+            return {each: self._traces[each] for each in self._traces if each not in known}, self._gradients
 
-        tasks = [partial(traced_apart, variant) for variant in together if variant not in self._traces]
+        missing = sorted(together - set(self._traces), key=lambda variant: variant.tensor)
+        tasks = [partial(traced_apart, variant) for variant in missing]
         for traces, gradients in in_forks(tasks):
             self._traces.update(traces)
             self._gradients.update(gradients)

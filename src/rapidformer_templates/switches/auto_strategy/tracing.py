@@ -14,12 +14,13 @@ import contextlib
 import gc
 import logging
 import multiprocessing
+import os
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -35,6 +36,7 @@ from torch.utils.flop_counter import flop_registry
 from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks
+from rapidformer_templates.switches.auto_strategy.fake_kernels import run
 from rapidformer_templates.switches.auto_strategy.stand_ins import DATA_DEPENDENT_OPS, GROUPED_PRODUCT, answer
 from rapidformer_templates.switches.auto_strategy.trace import Phase, Product, Trace
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
@@ -161,6 +163,7 @@ def product_of(
 
 
 _CAST = torch.ops.aten._to_copy.default
+_DEVICE = torch.ops.prim.device.default
 
 
 class _TraceWatch(LiveStorages):
@@ -191,13 +194,16 @@ class _TraceWatch(LiveStorages):
         self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # autograd asks for it two times per operation
+            self._launches += 1
+            return args[0].fake_device
         result: object
         if func in DATA_DEPENDENT_OPS:
             result = answer(func, args, dense=self._dense)
             if not isinstance(result, torch.Tensor):
                 return result
         else:
-            result = func(*args, **kwargs)
+            result = run(func, args, kwargs)
         if type(result) is FakeTensor:
             self.track(result)
         else:
@@ -453,31 +459,38 @@ T = TypeVar("T")
 
 
 def in_forks(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """Run tasks in parallel in forked processes and return their results.
+    """Run tasks in forked processes, one per available core, and return their results in any order.
 
-    A task sees everything in this process's memory, and its changes are lost. The result of a task that fails is left
-    out, and its error is not raised here: code that needs the result meets the error again. The list is empty if there
-    is only one task, or if forking is unsafe (macOS) or impossible.
+    A process runs several tasks, because the first one fills torch's caches for the others. A task sees everything in
+    this process's memory, and its changes are lost. The result of a task that fails is left out, and its error is not
+    raised here: code that needs the result meets the error again. The list is empty if there is only one task or core,
+    or if forking is unsafe (macOS) or impossible.
     """
-    if len(tasks) < 2 or sys.platform != "linux":
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    if min(len(tasks), cores) < 2:
         return []
     context = multiprocessing.get_context("fork")
     gc.freeze()  # otherwise, garbage collection would write to all shared memory and so copy it
-    under_way = []
-    for task in tasks:
+    under_way = {}
+    for first in range(min(len(tasks), cores)):
         own_end, child_end = context.Pipe(duplex=False)
-        process = context.Process(target=_tell, args=(task, child_end), daemon=True)
+        process = context.Process(target=_tell, args=(tasks[first::cores], child_end), daemon=True)
         process.start()
         child_end.close()
-        under_way.append((process, own_end))
-    returned = []
-    for process, pipe in under_way:
-        with contextlib.suppress(EOFError):
-            returned.append(pipe.recv())
-        process.join()
+        under_way[own_end] = process
+    returned: list[T] = []
+    while under_way:
+        for pipe in wait(list(under_way)):
+            assert isinstance(pipe, Connection)
+            try:
+                returned.append(pipe.recv())
+            except EOFError:
+                under_way.pop(pipe).join()
     return returned
 
 
-def _tell(task: Callable[[], object], pipe: Connection) -> None:
-    with contextlib.suppress(Exception), pipe:
-        pipe.send(task())
+def _tell(tasks: Sequence[Callable[[], object]], pipe: Connection) -> None:
+    for task in tasks:
+        with contextlib.suppress(Exception):
+            pipe.send(task())
+    pipe.close()
