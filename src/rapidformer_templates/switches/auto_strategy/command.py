@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -94,8 +95,12 @@ def search(
     file = cache_file(config, environment, hardware, by_memory=by_memory) if is_known else None
     result = read_result(file) if file else None
     if result is None:
-        from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-        from rapidformer_templates.switches.auto_strategy.search import Search
+        gc.disable()  # collections take a sixth of the import of torch and transformers
+        try:
+            from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+            from rapidformer_templates.switches.auto_strategy.search import Search
+        finally:
+            gc.enable()
 
         subjects = {} if subjects is None else subjects
         subject = subjects.get(plan.switches) or Subject(config, plan, gpu=environment.device != "cpu", source=source)

@@ -163,7 +163,6 @@ def product_of(
 
 
 _CAST = torch.ops.aten._to_copy.default
-_DEVICE = torch.ops.prim.device.default
 
 
 class _TraceWatch(LiveStorages):
@@ -194,9 +193,6 @@ class _TraceWatch(LiveStorages):
         self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func is _DEVICE and type(args[0]) is FakeTensor:  # autograd asks for it two times per operation
-            self._launches += 1
-            return args[0].fake_device
         result: object
         if func in DATA_DEPENDENT_OPS:
             result = answer(func, args, dense=self._dense)
