@@ -12,7 +12,6 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
-
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -41,18 +40,21 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> 
         device: torch.device = args[0].fake_device
         return device
     inputs = list(_tensors(args))
-    is_known = all(type(tensor) is FakeTensor and tensor.constant is None for tensor in inputs)
-    if not inputs or not is_known or func.namespace != "aten" or func._schema.is_mutable:
+    if not inputs or not all(map(_is_plain, inputs)) or func.namespace != "aten" or func._schema.is_mutable:
         return func(*args, **kwargs)
     key = (func, _key_of(args), _key_of(tuple(kwargs.items())))
     if forms := _FORMS.get(key):
-        made = _make(forms, inputs)
-        return tuple(made) if len(made) > 1 else made[0]
+        copies = _make(forms, inputs)
+        return tuple(copies) if len(copies) > 1 else copies[0]
     result = func(*args, **kwargs)
     results = result if isinstance(result, tuple) and len(result) > 1 else (result,)
-    if all(type(each) is FakeTensor and each.constant is None for each in results):
+    if all(map(_is_plain, results)):
         _remember(key, results, inputs)
     return result
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is FakeTensor and value.constant is None and value.layout is torch.strided
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Any]:
@@ -76,13 +78,13 @@ def _make(forms: Sequence[_Form], inputs: Sequence[FakeTensor]) -> list[FakeTens
     mode = inputs[0].fake_mode
     storages = [None if form.shares is None else inputs[form.shares].untyped_storage() for form in forms]
     with in_kernel_invocation_manager(mode):
-        made = [
+        tensors = [
             torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
             if storage is None
             else torch.empty(0, dtype=form.dtype, device="meta").set_(storage, form.offset, form.shape, form.stride)
             for form, storage in zip(forms, storages, strict=True)
         ]
-    return [FakeTensor(mode, tensor, form.device) for tensor, form in zip(made, forms, strict=True)]
+    return [FakeTensor(mode, tensor, form.device) for tensor, form in zip(tensors, forms, strict=True)]
 
 
 def _remember(key: Hashable, results: Sequence[FakeTensor], inputs: Sequence[FakeTensor]) -> None:
@@ -91,12 +93,12 @@ def _remember(key: Hashable, results: Sequence[FakeTensor], inputs: Sequence[Fak
     forms = []
     for result in results:
         shares = next((number for number, other in enumerate(storages) if other is result.untyped_storage()), None)
-        sizes = (result.dtype, result.shape, result.stride(), result.storage_offset())
+        sizes = (result.dtype, result.shape, result.stride(), int(result.storage_offset()))
         forms.append(_Form(*sizes, result.fake_device, shares))
-    made = _make(forms, inputs)
-    if all(_facts_of(one) == _facts_of(other) for one, other in zip(made, results, strict=True)):
+    copies = _make(forms, inputs)
+    if all(_facts_of(one) == _facts_of(other) for one, other in zip(copies, results, strict=True)):
         _FORMS[key] = forms
 
 
 def _facts_of(tensor: FakeTensor) -> tuple[object, ...]:
-    return tensor.untyped_storage().nbytes(), tensor.storage_offset(), torch._C._dispatch_key_set(tensor)
+    return tensor.untyped_storage().nbytes(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
