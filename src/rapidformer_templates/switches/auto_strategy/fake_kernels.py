@@ -19,7 +19,7 @@ class _Form(NamedTuple):
     """Everything that one result of an operation has.
 
     Attributes:
-        shares: index of the input whose storage it shares. None: it has a storage of its own.
+        shares: index of the input whose storage it shares. None: it has a new storage.
     """
 
     dtype: torch.dtype
