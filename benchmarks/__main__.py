@@ -16,6 +16,7 @@ QUESTIONS = {
     "overhead": "time that a loop adds to a plain PyTorch loop, in milliseconds per step",
     "peers": "the demo's job, compared with transformers' Trainer",
     "faults": "kill -9 at random moments, then resume",
+    "fault-table": "faults of one worker or of all: what is printed, and whether a run continues",
     "powercut": "states that a power cut may leave on the disk, and what resumes find in them",
     "saving": "speed of writing a checkpoint to the disk, including the flush",
     "reading": "speed of reading an indexed data set",
@@ -47,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answer one question: print its table and goals, and write the requested files.
 
     Returns:
-        The exit status. It is 0 on success and 2 for a mistake in the command. It is 1 if ``faults`` found a run
-        that differs from the uninterrupted one, if ``powercut`` found a state of a run of ours that does not continue,
-        if ``graph`` found a loss that differs from eager's, or if a prediction of the ``planner`` was wrong. A missed
-        speed goal is a result, not an error.
+        The exit status. It is 0 on success and 2 for a mistake in the command. It is 1 if ``faults`` or ``fault-table``
+        found a run that differs from the uninterrupted one, if ``powercut`` found a state of a run of ours that does
+        not continue, if ``graph`` found a loss that differs from eager's, or if a prediction of the ``planner`` was
+        wrong. A missed speed goal is a result, not an error.
     """
     words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     options = build_parser(words).parse_args(words)

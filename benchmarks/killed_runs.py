@@ -146,7 +146,7 @@ def run_faults(
     """
     folder.mkdir(parents=True, exist_ok=True)
     report, moments = FaultReport(solution.name), solution.moments(seed, _references(solution, folder))
-    expected, files = solution.outcome(folder / "uninterrupted-1"), _files(folder / "uninterrupted-1")
+    expected, files = solution.outcome(folder / "uninterrupted-1"), files_of(folder / "uninterrupted-1")
     number = 0
     while report.kills.total() < kills:
         number += 1
@@ -155,7 +155,7 @@ def run_faults(
             report.stuck.append(f"{run.name}: {last_words(run)}")
             continue
         report.complete += 1
-        report.leftovers += [f"{run.name}: {name}" for name in sorted(_files(run) - files)]
+        report.leftovers += [f"{run.name}: {name}" for name in sorted(files_of(run) - files)]
         wrong = difference(expected, solution.outcome(run))
         if wrong:
             report.different.append(f"{run.name}: {wrong}")
@@ -164,7 +164,7 @@ def run_faults(
     return report
 
 
-def _files(run: Path) -> set[str]:
+def files_of(run: Path) -> set[str]:
     """Return the names in the folder of a run and in its temporary folder, without finished checkpoints."""
     names = [f"/{path.relative_to(run)}" for path in run.rglob("*")]
     names += [f".tmp/{path.name}" for path in Path(f"{run}.tmp").iterdir()]

@@ -59,9 +59,13 @@ class Marks(ctypes.Structure):
         pid: Process id of a worker. 0 before it has started.
         stage: Place.START, STEP or END.
         saving, exchanging: Whether it saves, maybe in a thread, and whether it waits for other workers in a step.
+        struck: ``time.monotonic()`` of a fault that the process has provoked itself. 0 before it.
     """
 
-    _fields_ = (("pid", ctypes.c_int), ("stage", ctypes.c_int), ("saving", ctypes.c_int), ("exchanging", ctypes.c_int))
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("pid", "stage", "saving", "exchanging")),
+        ("struck", ctypes.c_double),
+    )
 
     @property
     def place(self) -> Place:
@@ -133,7 +137,8 @@ class Ours:
     ) -> None:
         self.name, self._flags, self._steps, self._blocks = name, flags, steps, blocks
 
-    def live(self, folder: Path, marks: Marks) -> None:
+    def mark_phases(self, marks: Marks) -> None:
+        """Let this process set what it is doing in ``marks``."""
         checkpoint.save = _marked(checkpoint.save, marks, "saving")
         checkpoint_check.delete_older = _marked(checkpoint_check.delete_older, marks, "saving")
         for module, name in ((tensor_file, "write_copy"), (checkpoint.Attempt, "finish"), (checkpoint_check, "delete")):
@@ -147,18 +152,23 @@ class Ours:
 
         clock.enter = mark_and_enter
 
-        steps, blocks = self._steps, self._blocks
+    def live(self, folder: Path, marks: Marks) -> None:
+        self.mark_phases(marks)
+        trainee, steps = self, self._steps
 
         class Job(Trainer):
             def build_data(self) -> Data:
                 samples = text_samples()
-                return Data(train=samples[16:], valid=samples[:16])
+                return Data(train=trainee.train_samples(samples[16:]), valid=samples[:16])
 
             def build_model(self) -> nn.Module:
-                return small_gpt(blocks)
+                return small_gpt(trainee._blocks)
 
             def on_train_start(self) -> None:
                 marks.stage = Place.STEP
+
+            def on_step_end(self, step: int, result: Any) -> None:
+                trainee.step_done(self, step, marks)
 
             def on_checkpoint(self, step: int, folder: Path) -> None:
                 if step == steps:
@@ -169,6 +179,13 @@ class Ours:
             f" --save-interval {SAVE_EVERY} --eval-interval {steps // 3} --device cpu --resume --save"
         )
         Job([*flags.split(), str(folder)]).fit()
+
+    def train_samples(self, samples: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """Return the data set of the training. Subclasses provoke faults here and in :meth:`step_done`."""
+        return samples
+
+    def step_done(self, job: Trainer, step: int, marks: Marks) -> None:
+        """Called after each step, on each worker."""
 
     def outcome(self, folder: Path) -> Outcome:
         root = RunFolder(folder)

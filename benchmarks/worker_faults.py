@@ -26,6 +26,7 @@ from torch.distributed.run import main as torchrun
 
 from benchmarks.killed_runs import Life, SaveClock
 from benchmarks.trainees import BATCH, Marks, Ours, Outcome, Place, Trainee, prepare
+from rapidformer_templates.errors import RapidformerError
 
 ENGINES = {
     "ddp": "",
@@ -124,7 +125,7 @@ class Group:
             if kill and now >= kill.after + (clock.start if kill.place else 0):
                 place = _strike(kill, marks[kill.worker], run, process.pid or 0)
         seconds = time.perf_counter() - began
-        survivors = _wait_for_end(run)
+        survivors = wait_for_end(run)
         process.join()
         self.has_struck = place is not None
         status = None if self.has_struck else process.exitcode
@@ -147,7 +148,7 @@ def _strike(kill: GroupKill, watched: Marks, run: Path, launcher: int) -> Place 
             os.kill(pid, signal.SIGSTOP)
         place = watched.place
         if kill.place in (None, place):
-            victims = {Victim.WORKER: [pid], Victim.LAUNCHER: [launcher]}.get(kill.victim) or _processes_of(run)
+            victims = {Victim.WORKER: [pid], Victim.LAUNCHER: [launcher]}.get(kill.victim) or processes_of(run)
             for victim in victims:
                 os.kill(victim, signal.SIGKILL)
             return place
@@ -159,7 +160,7 @@ def _strike(kill: GroupKill, watched: Marks, run: Path, launcher: int) -> Place 
             os.kill(pid, signal.SIGCONT)
 
 
-def _processes_of(run: Path) -> list[int]:
+def processes_of(run: Path) -> list[int]:
     """Return the ids of the processes that write to the log of a run. A zombie has no files."""
     found = []
     for output in Path("/proc").glob("[0-9]*/fd/1"):
@@ -171,10 +172,10 @@ def _processes_of(run: Path) -> list[int]:
     return found
 
 
-def _wait_for_end(run: Path) -> int:
+def wait_for_end(run: Path) -> int:
     """Wait until all processes of a run have ended. Returns the number of those that had to be killed."""
     deadline = time.monotonic() + LONGEST_END
-    while (remaining := _processes_of(run)) and time.monotonic() < deadline:
+    while (remaining := processes_of(run)) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in remaining:
         os.kill(pid, signal.SIGKILL)
@@ -199,7 +200,11 @@ def launch(trainee: Trainee, folder: str, marks: Sequence[Marks]) -> None:
     for module in (subprocess, subprocess_handler):
         vars(module)["Popen"] = ForkedWorker
     if isinstance(trainee, Ours):
-        trainee.live(Path(folder), Marks())
+        try:
+            trainee.live(Path(folder), Marks())
+        except RapidformerError as error:  # as a script's main() does
+            print(error.render(), file=sys.stderr)
+            sys.exit(error.exit_status)
     else:
         torchrun(["--standalone", "--nproc-per-node", str(len(marks)), "script"])
 

@@ -6,11 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from rapidformer_templates.errors import WorkerHangs
+from rapidformer_templates.run.watch import HangWatch
+from rapidformer_templates.system.workers import Workers
 from tests.support.selection import by_default
 
 ROOT = Path(__file__).parents[2]
@@ -88,3 +92,17 @@ def test_a_worker_that_a_library_aborts_is_named_with_its_line(tmp_path: Path) -
     assert re.search(r"worker [01] was killed by SIGABRT after \d+ s", ended.stderr), ended.stderr
     assert re.search(r"\n  where  (hanging\.py:53 in on_step_end|workers\.py:\d+ in sum)\n", ended.stderr), ended.stderr
     assert "such as different collectives in two workers" in ended.stderr
+
+
+def test_no_worker_ends_before_all_have_stopped_publishing() -> None:
+    """The first worker keeps the store. Torch prints C++ frames if another one publishes after it has ended."""
+    publishing: list[bool] = []
+
+    class Two(Workers):
+        def barrier(self) -> None:
+            publishing.append(any(thread.name == "watch workers" for thread in threading.enumerate()))
+
+    two = Two(0, 0, 2, torch.device("cpu"))
+    with HangWatch(two.clock).running(two, 600, None, lambda: ""):
+        assert publishing == []
+    assert publishing == [True, False]

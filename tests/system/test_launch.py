@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import socket
@@ -252,3 +254,22 @@ def test_a_character_that_comes_in_two_pieces_is_printed_whole(
         printed.show()
     printed.close()
     assert capsys.readouterr().out == "café \ufffd\n"
+
+
+def test_an_error_counts_from_its_start_and_not_from_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peers of a worker fail as soon as it closes its connections, and may report that before the worker does."""
+    monkeypatch.setenv(processes.ERROR_FILE, str(tmp_path / "error.json"))
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    monkeypatch.setattr(processes, "failed_at", math.inf)
+    clock = iter(range(1000, 2000))
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    with pytest.raises(ValueError, match="first") as caught, processes.joined():
+        raise ValueError("first")
+    launch.report_error(caught.value)
+    assert json.loads((tmp_path / "error.json").read_text())["told_at"] == 1000.0
+    with processes.joined():
+        time.time()
+    launch.report_error(caught.value)
+    assert json.loads((tmp_path / "error.json").read_text())["told_at"] > 1001.0

@@ -123,9 +123,11 @@ class HangWatch:
         thread.start()
         try:
             yield
+            workers.barrier()  # the last hook of a worker may take longer than those of others
         finally:
             watcher.ended.set()
             thread.join(2 * BEAT)
+        workers.barrier()  # the worker that keeps the store must not end while others publish
 
 
 class _Watcher:

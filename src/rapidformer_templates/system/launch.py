@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
+from rapidformer_templates.system import processes
 from rapidformer_templates.system.private_folders import private_folder, write_private
 from rapidformer_templates.system.processes import (
     ERROR_FILE,
@@ -37,6 +38,9 @@ CHOSEN = "RAPIDFORMER_CHOSEN_LAYOUT"
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable that names the network interface of gloo. Without it, gloo uses that of the host's name."""
+
+CPP_LOG = "TORCH_CPP_LOG_LEVEL"
+"""Environment variable: torch's log level of C++ code. A warning about a lost connection prints 20 lines of frames."""
 
 LOOPBACK = ("lo", "lo0")
 """Names of the interface that only this machine can reach, on Linux and on macOS."""
@@ -145,6 +149,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
         CHECKED: "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         INTERFACE: os.environ.get(INTERFACE, loopback),
+        CPP_LOG: os.environ.get(CPP_LOG, "ERROR"),
     }
 
 
@@ -218,8 +223,8 @@ def report_error(error: Exception) -> NoReturn:
         text, status = "".join(traceback.format_exception(error)).rstrip(), 1
     path = os.environ.get(ERROR_FILE)
     if path and Path(path).parent.exists():  # if the launcher was killed, nobody reads the file
-        now = time.time()
-        report: ErrorRecord = {"message": text, "timestamp": int(now), "told_at": now, "lost_workers": lost}
+        failed = min(time.time(), processes.failed_at)
+        report: ErrorRecord = {"message": text, "timestamp": int(failed), "told_at": failed, "lost_workers": lost}
         if isinstance(error, Interrupted):
             report["interrupted"] = {"message": error.message, "hint": error.hint, "saved": error.saved}
         write_private(Path(path), json.dumps(report).encode())

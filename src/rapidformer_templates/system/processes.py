@@ -57,6 +57,9 @@ POLL = 0.05
 has_met = threading.Event()
 """Set once this worker has met the others. Before that it has nothing to save, and may wait in a connection."""
 
+failed_at = math.inf
+"""Time in seconds at which an error left :func:`joined`. The connections are closed then, and the peers fail, too."""
+
 GLOO_THREADS = "pt_gloo_runloop"
 LOOKS, BETWEEN, PATIENCE = 3, 0.002, 10.0
 """Number of checks in a row that find all of gloo's threads asleep, seconds between checks, and maximum seconds."""
@@ -178,7 +181,7 @@ class InterruptedFields(TypedDict):
 class ErrorRecord(TypedDict, total=False):
     """The contents of a worker's error file, as JSON.
 
-    ``told_at`` is the time at which the worker wrote it, ``lost_workers`` the attribute of the error.
+    ``told_at`` is the time at which the worker failed, ``lost_workers`` the attribute of the error.
     """
 
     message: str
@@ -376,18 +379,24 @@ def joined() -> Iterator[None]:
     Raises:
         WorkerFailed: the code inside calls ``sys.exit()``.
     """
+    global failed_at
+    failed_at = math.inf
     error_file = Path(os.environ.get(ERROR_FILE, "")) if LAUNCHER in os.environ else None
     file = _joined_file(error_file) if error_file and error_file.parent.is_dir() else None
     if file:
         file.touch(0o600)
     try:
         yield
+    except Exception:
+        failed_at = time.time()
+        raise
     except SystemExit as error:
+        failed_at = time.time()
         if "RANK" not in os.environ:
             raise
         caller = traceback.extract_tb(error.__traceback__)[-1]
         raise WorkerFailed(
-            f"worker {os.environ['RANK']} has called sys.exit() while the others continue",
+            f"worker {os.environ['RANK']} has called sys.exit() before the run has ended",
             where=f"{Path(caller.filename).name}:{caller.lineno}",
             hint="call self.stop(), which ends the run on all workers, or raise an error",
         ) from None

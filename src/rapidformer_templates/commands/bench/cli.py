@@ -12,9 +12,9 @@ from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.flag_parser import CommandParser, positive
 
 EVIDENCE = (
-    "adapters", "context", "export-memory", "faults", "fused-loss", "graph", "layouts", "longest", "moe", "offload",
-    "optimizers", "overhead", "packing", "padding", "peers", "planner", "powercut", "precision", "preprocess",
-    "published-runs", "reading", "saving", "seconds", "setup-memory", "states", "streaming",
+    "adapters", "context", "export-memory", "fault-table", "faults", "fused-loss", "graph", "layouts", "longest", "moe",
+    "offload", "optimizers", "overhead", "packing", "padding", "peers", "planner", "powercut", "precision",
+    "preprocess", "published-runs", "reading", "saving", "seconds", "setup-memory", "states", "streaming",
 )  # fmt: skip
 """Questions that ``python -m benchmarks`` answers in a checkout of the repository."""
 
