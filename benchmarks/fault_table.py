@@ -66,7 +66,7 @@ def leave_without_memory(job: Trainer) -> None:
 
 
 def compute_nan(job: Trainer) -> None:
-    """Let the last layer of this worker return NaN from now on."""
+    """Let the last layer of this worker return NaN in all later steps."""
     (head,) = (module for name, module in job.model.named_modules() if name.endswith("lm_head"))
     head.register_forward_hook(lambda module, arguments, output: output * float("nan"))
 
@@ -100,7 +100,7 @@ FAULTS: Mapping[str, Callable[[Trainer], object]] = {
     "kill -9 of a worker": lambda job: os.kill(os.getpid(), signal.SIGKILL),
     "kill -9 of the launcher": lambda job: os.kill(os.getppid(), signal.SIGKILL),
 }
-"""What the last worker does, or all workers do, after :data:`FAULT_STEP`."""
+"""Faults by name. The last worker provokes one, or all workers do, after :data:`FAULT_STEP`."""
 
 
 class Faulty(Ours):
