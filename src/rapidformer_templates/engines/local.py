@@ -242,7 +242,7 @@ class SingleEngine:
         return skipped
 
     def _multiply_gradients(self, factor: torch.Tensor) -> None:
-        """Multiply this worker's parts, not the DTensors that they are part of, whose operations take long to begin."""
+        """Multiply this worker's parts of the gradients. Operations on whole DTensors are first planned in Python."""
         if gradients := [local_part(p.grad) for p in self._parameters if p.grad is not None]:
             torch._foreach_mul_(gradients, factor)
 

@@ -42,8 +42,8 @@ from rapidformer_templates.system.tensor_files import TensorFiles
 def exported_weights(engine: Engine) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     """Yield an iterator over the weights that a run exports, see :meth:`Engine.whole_weights`. Call it on every rank.
 
-    All ranks send their parts, even if rank 0 cannot write them. Otherwise the allocator would keep the memory of many
-    gathered tensors: what is stored between them prevents that their memory is used again.
+    All ranks send their parts, even if rank 0 cannot write them. Freed memory is given back meanwhile. Otherwise the
+    allocator would keep it, because values that stay lie between the gathered tensors.
     """
     with engine.averaged(), freed_memory_given_back():
         weights = engine.whole_weights()
