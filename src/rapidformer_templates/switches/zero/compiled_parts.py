@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import math
 import os
 import shlex
 import shutil
@@ -395,16 +396,16 @@ def _clear(lock: Path, in_our_folder: bool, say: Say) -> None:
 
     If no process holds it, remove it from our folder, or raise for a user's folder.
     """
-    began = last_seen = time.monotonic()  # ``last_seen``: when a process last held the lock
+    began, free_since = time.monotonic(), math.inf  # ``free_since``: since when nobody has held it
     is_announced = False
     while lock.exists():
         builder, now = holder(lock), time.monotonic()
-        last_seen = now if builder is not None else last_seen
+        free_since = min(free_since, now) if builder is None else math.inf
         # Do not remove it at once: a builder closes the file a moment before it removes it.
-        if in_our_folder and now - last_seen > OWN_LOCK_TIMEOUT:
+        if in_our_folder and now - free_since > OWN_LOCK_TIMEOUT:
             say(f"removed a lock that a killed build of DeepSpeed's {lock.parent.name} left: {lock}")
             lock.unlink(missing_ok=True)
-        elif now - began > BUILD_SECONDS or (now - last_seen > OWN_LOCK_TIMEOUT and _age(lock) > FOREIGN_LOCK_TIMEOUT):
+        elif now - began > BUILD_SECONDS or (now - free_since > OWN_LOCK_TIMEOUT and _age(lock) > FOREIGN_LOCK_TIMEOUT):
             who = f"process {builder} does not end" if builder else "no process on this machine is building it"
             hint = "delete this file if no other machine or container is building there"
             raise PartError(f"DeepSpeed's {lock.parent.name} is locked, and {who}", where=str(lock), hint=hint)
