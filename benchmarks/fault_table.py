@@ -72,7 +72,7 @@ def compute_nan(job: Trainer) -> None:
 
 
 class Samples(list[dict[str, torch.Tensor]]):
-    """A data set that can stop to answer."""
+    """A data set that can stop answering."""
 
     is_blocked = False
 

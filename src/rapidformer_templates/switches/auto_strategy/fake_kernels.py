@@ -36,7 +36,7 @@ _FORMS: dict[Hashable, list[_Form]] = {}
 
 def run(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> object:
     """Return the result of ``func(*args, **kwargs)``. Some arguments are fake tensors."""
-    if func is _DEVICE and type(args[0]) is FakeTensor:  # autograd asks for it two times per operation
+    if func is _DEVICE and type(args[0]) is FakeTensor:  # autograd asks for it twice per operation
         device: torch.device = args[0].fake_device
         return device
     inputs = list(_tensors(args))
