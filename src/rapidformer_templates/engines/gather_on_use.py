@@ -5,7 +5,7 @@ Operations are seen below autograd, by ``TorchDispatchMode``, so a backward gath
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,10 +84,11 @@ class _Operations(TorchDispatchMode):
         kwargs, model = kwargs or {}, self.model
         if model.is_paused:
             return func(*args, **kwargs)
-        with model.paused():
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if not any(model.find(tensor) for tensor in tensors):
+        tensors = _tensors_in((*args, *kwargs.values()))
+        if not any(map(model.find, tensors)):
+            with torch._C.DisableTorchFunction():  # the modes for functions have already seen the call
                 return func(*args, **kwargs)
+        with model.paused():
             divided = self._without_exchange(func, args, kwargs)
             if divided is not None:
                 return divided
@@ -154,6 +155,17 @@ class _DirectAccess(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _tensors_in(arguments: Iterable[object]) -> list[torch.Tensor]:
+    """Return the tensors among the arguments of an operation. They are arguments or elements of lists."""
+    found: list[torch.Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found += (element for element in argument if isinstance(element, torch.Tensor))
+    return found
+
+
 def _returns_view(func: OpOverload) -> bool:
     """Return whether an operation returns views of its arguments and does nothing else."""
     aliases = [returned.alias_info for returned in func._schema.returns]
@@ -164,4 +176,4 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            yield from _tensors_in([value])
