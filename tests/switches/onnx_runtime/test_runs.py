@@ -18,6 +18,7 @@ pytest.importorskip("onnxscript")
 
 from tests.support import jobs, parity
 from tests.support.compiled_jobs import OneLength
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.slow  # graphs of ten runs
@@ -97,13 +98,19 @@ def test_batches_of_many_shapes() -> None:
     assert all(0 < graph["nodes"] < graph["nodes_exported"] / 2 for graph in backward)
 
 
+RUNS = [
+    ("one-shape-frozen", "", "BertLayer"),
+    ("one-shape", "--checkpoint-activations", "BertLayer"),
+    ("onnx-llama", "", "LlamaDecoderLayer"),
+]
+
+
 @pytest.mark.parametrize(
     ("job", "flags", "kind"),
-    [
-        ("onnx-llama", "", "LlamaDecoderLayer"),
-        ("one-shape-frozen", "", "BertLayer"),
-        ("one-shape", "--checkpoint-activations", "BertLayer"),
-    ],
+    by_default(
+        RUNS[:2],
+        RUNS,
+    ),
 )
 def test_run_follows_eager(job: str, flags: str, kind: str) -> None:
     expected = parity.reference(job, False, STEPS)
@@ -136,7 +143,9 @@ def _in_both(workers: Any) -> list[Any]:
     return [parity.train("one-shape", False, f"{flags} {way}") for way in ("", ORT)]
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_two_workers_follow_eager_ddp() -> None:
+    """The covering table contains two workers as well, with other switches."""
     expected, actual = run_in_workers(2, _in_both)[0]
     _close(actual, expected)

@@ -12,6 +12,7 @@ from rapidformer_templates.engines.step import DynamicLossScale
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.switches.zero.engine import loss_scale_state, restore_loss_scale
 from tests.support.jobs import CausalJob
+from tests.support.selection import by_default
 
 loss_scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="needs DeepSpeed")
 pytestmark = pytest.mark.deepspeed
@@ -61,7 +62,10 @@ def _job(told: dict[str, Any], *flags: str) -> CausalJob:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("told", [{"loss_scale": 64}, {"initial_scale_power": 4, "loss_scale_window": 2}])
+TOLD = [{"loss_scale": 64}, {"initial_scale_power": 4, "loss_scale_window": 2}]
+
+
+@pytest.mark.parametrize("told", by_default(TOLD[1:], TOLD))
 def test_it_is_saved_and_a_resumed_run_ends_as_one_that_was_not_stopped(told: dict[str, Any], tmp_path: Path) -> None:
     through = _job(told, "--save", str(tmp_path / "through"))
     through.fit()
