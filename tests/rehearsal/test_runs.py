@@ -82,7 +82,7 @@ ENGINES = {name: case for name, case in TWO.items() if find_spec("fairscale") or
 ROUNDING = {"": 1e-4, "bf16": 2**-6, "fp16": 2**-9} if IS_REAL else {"": 1e-5, "bf16": 2**-7, "fp16": 2**-10}
 """Allowed distance between a device and a CPU. A real device has its own kernels, which sum in another order."""
 
-BY_DEFAULT = {*CASES, "fp32", "ddp, accumulated", "fsdp", "tensor, offloaded state", "oss", "oss-sdp"}
+BY_DEFAULT = {*CASES, "fp32", "fsdp", "tensor, offloaded state", "oss-sdp"}
 """Runs that are not exhaustive."""
 
 

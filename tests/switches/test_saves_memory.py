@@ -46,7 +46,7 @@ SETTINGS = {
     "bf16, two micro batches": "--global-batch-size 4 --mixed-precision bf16",
 }
 CASES = [(switch.name, setting) for switch in SWITCHES for setting in SETTINGS]
-DEFAULT = ("distributed-optimizer", "fsdp")
+DEFAULT = ("distributed-optimizer",)
 PARAMETERS = by_default([case for case in CASES if case[0] in DEFAULT and case[1] == "fp32"], CASES)
 
 

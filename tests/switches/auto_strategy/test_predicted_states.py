@@ -229,16 +229,17 @@ CASES = [*SWITCHES, *BY_OPTIMIZER, *TOGETHER, *MASTERS]
 QUICK = {
     *(case[0] for case in SWITCHES if case[0] != "torch-compile"),  # half a minute of imports
     *(case[0] for case in CASES if case[1] == 1),
-    *("zero-3, bf16, small ones cut", "zero-2, offload", "muon, oss", "experts, fsdp", "experts in groups, fsdp"),
-    *("lora, int4, zero-2, bf16", "lora, int8, pipeline"),
-    *("adafactor, pipeline, zero-2", "masters, muon, pipeline, zero-1"),
-    *("masters, alone", "masters, tensor, zero-2", "lora, pipeline, sharded over data", "average, zero-2"),
+    *("zero-3, bf16, small ones cut", "zero-2, offload", "muon, oss", "experts in groups, fsdp"),
+    *("lora, int8, pipeline", "masters, muon, pipeline, zero-1", "masters, alone", "masters, tensor, zero-2"),
+    "average, zero-2",
 }
 """Cases that ``make test`` runs."""
 LONGER = {
     *(case[0] for case in MASTERS),
     *("lora, int8, fsdp", "lora, nf4, hybrid, bf16", "lora, half, fsdp"),
     *("lora, int8, zero-3", "lora, int4, zero-3, offload, bf16"),
+    *("experts, fsdp", "lora, int4, zero-2, bf16", "adafactor, pipeline, zero-2"),
+    "lora, pipeline, sharded over data",
     *("average, oss", "lora, fsdp", "lora, zero-2", "lora, tensor, sharded over data"),
 }
 """Cases that ``make test-longer`` runs as well."""

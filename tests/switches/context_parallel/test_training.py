@@ -58,6 +58,7 @@ CASES = {
     "bf16": ("llama-4-untied", False, f"{CONTEXT} 2 --micro-batch-size 2 --mixed-precision bf16"),
 }
 LONGER = {
+    "tp2-cp2",
     "cp2-dp2-selective",
     "cp2-pp2-interleaved",
     "ring2-pp2",
@@ -70,7 +71,7 @@ LONGER = {
 }
 """For ``make test-longer``. The covering table also contains these pairs of switches."""
 WITH_RECEIPTS = {"cp2-dp2-zero-2": 2, "cp4-distributed-optimizer": 4, "tp2-cp2": 2}
-"""Cases whose receipts the tests read, with the size of the context."""
+"""Cases whose receipts the tests read if they are trained, with the size of the context."""
 RESUMED = "--train-iters 6 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --no-export-model --lr 1e-3"
 CHAIN = (
     (f"--micro-batch-size 2 {CONTEXT} 2 --zero-2-memory-optimization", 3),
@@ -101,7 +102,7 @@ def _four_workers(workers: Any, folder: str, names: list[str]) -> dict[str, Any]
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = str(tmp_path_factory.mktemp("context"))
-    names = sorted({*selected(request, "name"), *WITH_RECEIPTS, "ring2-tp2", "bf16"})
+    names = sorted({*selected(request, "name"), "ring2-tp2", "bf16"})
     return {**run_in_workers(4, _four_workers, folder, names)[0], "folder": folder}
 
 
@@ -135,7 +136,9 @@ def test_bf16_follows_one_process_within_its_rounding(runs: Any, references: Any
 
 
 def test_receipts_show_the_shards(runs: Any) -> None:
-    for name, size in WITH_RECEIPTS.items():
+    trained = {name: size for name, size in WITH_RECEIPTS.items() if name in runs}
+    assert len(trained) >= 2
+    for name, size in trained.items():
         receipts = runs[name]["summary"]["receipts"]
         held, whole = receipts["context_tokens"]
         assert held == -(-whole // size)

@@ -16,6 +16,7 @@ from rapidformer_templates.switches.fsdp import engine
 from tests.support.jobs import OTHERS, CausalJob
 from tests.support.lines import Line
 from tests.support.parity import Trained, reference, train, trained
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
@@ -23,7 +24,13 @@ FSDP = "--micro-batch-size 1 --fsdp-memory-optimization"  # with two workers: 4 
 KEPT = "--no-fsdp-reshard-after-forward"
 GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"  # from torch.ops.c10d
 GROUPS = 3  # the model's two blocks, and the root with the rest
-REDUCED = [("bf16", None), ("bf16", "bf16"), ("fp16", "fp16"), ("fp16", "bf16")]
+REDUCED = {
+    "bf16": ("bf16", None),
+    "bf16, sums in bf16": ("bf16", "bf16"),
+    "fp16": ("fp16", "fp16"),
+    "fp16, sums in bf16": ("fp16", "bf16"),
+}
+"""(precision, type of the sums) by name."""
 
 
 def _flags(precision: str, reduced: str | None) -> str:
@@ -76,15 +83,15 @@ def _count(flags: str, *, double: bool = False) -> Counted:
     return Counted(run, job.steps[1], job.types)
 
 
-def _all_runs(workers: Any) -> dict[str, Counted]:
+def _all_runs(workers: Any, reduced: list[str]) -> dict[str, Counted]:
     """Train in each of two workers and return the runs by their flags."""
     runs = {KEPT: _count(KEPT, double=True), "": _count("--train-iters 2", double=True)}
-    return runs | {flags: _count(flags) for flags in (_flags(*case) for case in REDUCED)}
+    return runs | {flags: _count(flags) for flags in (_flags(*REDUCED[name]) for name in reduced)}
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Counted]:
-    return run_in_workers(2, _all_runs)[0]
+def runs(request: pytest.FixtureRequest) -> dict[str, Counted]:
+    return run_in_workers(2, _all_runs, selected(request, "case"))[0]
 
 
 @pytest.mark.distributed
@@ -115,8 +122,9 @@ def test_receipt_shows_what_is_whole_when_the_backward_begins(runs: Any) -> None
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("precision", "reduced"), REDUCED)
-def test_gradients_are_summed_in_the_type_that_is_asked_for(precision: str, reduced: str | None, runs: Any) -> None:
+@pytest.mark.parametrize("case", by_default(["bf16", "fp16, sums in bf16"], REDUCED))
+def test_gradients_are_summed_in_the_type_that_is_asked_for(case: str, runs: Any) -> None:
+    precision, reduced = REDUCED[case]
     name = {None: "float32", "bf16": "bfloat16", "fp16": "float16"}[reduced]
     actual, _, types = runs[_flags(precision, reduced)]
     assert types == {name}
@@ -153,10 +161,13 @@ def _share(workers: Any, job: str, flags: str) -> Trained:
     return train(job, True, f"{SHARED} {flags}")
 
 
+SHARING = [("sharing", KEPT), ("tied", ""), ("sharing", ""), ("sharing", "--checkpoint-activations")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "flags"),
-    [("sharing", ""), ("sharing", KEPT), ("sharing", "--checkpoint-activations"), ("tied", "")],
+    by_default(SHARING[:2], SHARING),
 )
 def test_what_several_blocks_share_is_of_none_of_their_units(job: str, flags: str) -> None:
     expected = reference(job, True, f"{SHARED} --micro-batch-size 8")

@@ -15,6 +15,7 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import with_swi
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from tests.support import mixtures, parity
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
@@ -37,6 +38,8 @@ CASES = {  # name: (workers, flags)
     "shards": (2, "--tensor-model-parallel-size 2"),
 }
 
+DEFAULT = ("alone", "int8", "int4, bf16", "half", "shards", "divided experts, zero-1", "divided experts, fsdp")
+
 
 def _held(workers: Any, names: list[str]) -> dict[str, list[StateBytes]]:
     """Return the bytes that each rank holds according to the receipts."""
@@ -50,8 +53,11 @@ def _held(workers: Any, names: list[str]) -> dict[str, list[StateBytes]]:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, list[StateBytes]]:
-    alone, two = ([name for name, (workers, _) in CASES.items() if workers == count] for count in (1, 2))
+def measured(request: pytest.FixtureRequest) -> dict[str, list[StateBytes]]:
+    names = {*selected(request, "name"), *DEFAULT}
+    alone, two = (
+        [name for name, (workers, _) in CASES.items() if workers == count and name in names] for count in (1, 2)
+    )
     return _held(None, alone) | run_in_workers(2, _held, two)[0]
 
 
@@ -67,7 +73,7 @@ def _predicted(name: str) -> list[StateBytes]:
     return states_by_worker(of_model, layout_of(plan), memory_options_of(plan, of_model.width))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default(DEFAULT, CASES))
 def test_a_run_holds_what_is_predicted(name: str, measured: dict[str, list[StateBytes]]) -> None:
     assert measured[name] == _predicted(name)
 

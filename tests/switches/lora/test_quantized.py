@@ -19,6 +19,7 @@ from rapidformer_templates.errors import RapidformerError
 from tests.support.jobs import CausalJob, PretrainedJob
 from tests.support.parallel_jobs import train_all
 from tests.support.parity import Trained, reference, trained, weights_apart
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
@@ -238,13 +239,18 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def _two_workers(workers: Any) -> dict[str, Any]:
-    return train_all(workers, {name: (job, double, f"{LORA} {f}") for name, (job, double, f) in LAYOUTS.items()})
+SHORT = ("zero-2", "zero-2-bf16", "sdp", "pipeline", "offload")
+"""Layouts that run by default: each coding, and each way to hold the base."""
+
+
+def _two_workers(workers: Any, layouts: list[str]) -> dict[str, Any]:
+    cases = {name: LAYOUTS[name] for name in layouts}
+    return train_all(workers, {name: (job, double, f"{LORA} {f}") for name, (job, double, f) in cases.items()})
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Any]:
-    return run_in_workers(2, _two_workers)[0]  # type: ignore[no-any-return]
+def runs(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run_in_workers(2, _two_workers, selected(request, "layout"))[0]  # type: ignore[no-any-return]
 
 
 def _mathematics(flags: str) -> str:
@@ -255,17 +261,18 @@ def _mathematics(flags: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[str, Any]:
+def references(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The runs in one process, with one micro batch per step."""
     return {
         name: reference(job, double, f"{LORA} --micro-batch-size 8 {_mathematics(flags)}")
         for name, (job, double, flags) in LAYOUTS.items()
+        if name in selected(request, "layout")
     }
 
 
 @pytest.mark.distributed
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(SHORT, LAYOUTS))
 def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> None:
     found, wanted, double = runs[layout], references[layout], LAYOUTS[layout][1]
     curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (found, wanted)]

@@ -40,6 +40,7 @@ if installed_packages().keys() >= {"onnxruntime", "onnxscript"}:
     ENGINES["onnx"] = "--micro-batch-size 4 --onnx-runtime-training"
 
 LONGER = {
+    "experts",
     "ddp",
     "distributed",
     "tensor",

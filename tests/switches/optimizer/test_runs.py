@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ from rapidformer_templates.run.checkpoint.format import Reader
 from tests.support import parallel_jobs
 from tests.support.jobs import OTHERS, VOCABULARY, CausalJob
 from tests.support.parity import Trained, reference, train
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 6 --global-batch-size 8 --clip-grad 0.5 --lr-decay-style constant --no-export-model"
@@ -48,6 +49,23 @@ RESUMED = [
     for case in (("adamw_anyprecision", "fsdp"), ("adamw_torch_4bit", "oss"), ("adamw_torch_8bit", "distributed"))
     if case in LAYOUTS
 ]
+
+
+SHORT = {
+    ("adamw_bnb_8bit", "oss"),
+    ("adamw_torch_4bit", "oss"),
+    ("muon", "sdp"),
+    ("adamw_torch_8bit", "distributed"),
+    ("adamw_anyprecision", "fsdp"),
+    ("adamw_anyprecision", "zero-2"),
+    ("lion", "zero-3"),
+}
+"""Layouts that run by default: each optimizer and each engine once."""
+
+
+def _short(cases: Iterable[tuple[str, str]]) -> list[Any]:
+    """Return parameters of a test that takes a case."""
+    return by_default([(case,) for case in SHORT], [(case,) for case in cases])
 
 
 class Died(Exception):
@@ -88,12 +106,13 @@ def _in(folder: str | Path, case: tuple[str, ...]) -> str:
     return f"{folder}/{'-'.join(case)}"
 
 
-def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
+def _all_runs(workers: Any, folder: str, cases: list[tuple[str, str]]) -> dict[Any, Any]:
     runs = {}
-    for case, switch in LAYOUTS.items():
+    for case in cases:
+        switch = LAYOUTS[case]
         save = ("--save", _in(folder, case)) if case in RESUMED else ()
         runs[case] = train("quantized", False, f"{STEPS} --micro-batch-size 4 {switch} --optimizer {case[0]}", *save)
-    for case in RESUMED:
+    for case in (case for case in cases if case in RESUMED):
         _resumed(case[0], LAYOUTS[case], _in(folder, ("resumed", *case)))
     return runs
 
@@ -104,9 +123,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> list[dict[Any, Any]]:
+def runs(request: pytest.FixtureRequest, folder: Path) -> list[dict[Any, Any]]:
     """The runs by rank."""
-    return run_in_workers(2, _all_runs, str(folder))
+    return run_in_workers(2, _all_runs, str(folder), selected(request, "case"))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +149,7 @@ def _contents(run: Path | str) -> Mapping[tuple[str, str], torch.Tensor]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("case", _short(LAYOUTS), ids="-".join)
 def test_two_workers_follow_one(case: tuple[str, str], alone: Any, runs: Any) -> None:
     expected = torch.tensor(alone[case[0]]["curve"])
     # A sum in another order can change a code of a quantized moment to the next one.
@@ -161,7 +180,7 @@ def test_lion_moves_each_weight_of_a_divided_model_as_in_one_process() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", [case for case in LAYOUTS if case[1] in ("oss", "sdp")], ids="-".join)
+@pytest.mark.parametrize("case", _short(case for case in LAYOUTS if case[1] in ("oss", "sdp")), ids="-".join)
 def test_workers_share_the_state(case: tuple[str, str], alone: Any, runs: Any) -> None:
     whole = alone[case[0]]["summary"]["receipts"]["optimizer_state_bytes"]
     held = runs[0][case]["summary"]["receipts"]["held_bytes_by_rank"]
@@ -172,7 +191,7 @@ def test_workers_share_the_state(case: tuple[str, str], alone: Any, runs: Any) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", by_default(["adamw_bnb_8bit", "adamw_anyprecision", "muon"], NEW))
 @pytest.mark.usefixtures("alone")
 def test_resumed_run_is_bitwise_the_whole_one(name: str, folder: Path, tmp_path: Path) -> None:
     expected, actual = _contents(folder / f"alone-{name}"), _contents(_resumed(name, "", str(tmp_path / "died")))
