@@ -161,10 +161,10 @@ class Terminal:
         Python's readline notices a signal only while it waits for a key. It does not notice a signal that
         arrives just before, when the prompt or a letter has just been shown, until the end of the line.
         """
-        for _ in range(20):
+        for _ in range(100):
             self.type("\x03")
             with suppress(TimeoutError):
-                self.until(pattern, 15)
+                self.until(pattern, 3)
                 return
         raise TimeoutError("Ctrl-C is not seen")
 

@@ -18,6 +18,7 @@ from rapidformer_templates.engines.host_optimizer import HostOptimizer
 from rapidformer_templates.engines.recipe import OptimizerSpec, undecayed
 from rapidformer_templates.errors import CheckpointError
 from tests.support.jobs import CausalJob
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 STEPS, SAVED = 4, 2
@@ -182,36 +183,39 @@ NAMES = list(ENGINES)
 
 
 PAIRS = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
+"""(name, source): an engine, and the one whose checkpoint it loads."""
+LOADED = {f"{name} from {source}": (name, source) for name, source in PAIRS}
 
 
-def _train_all(workers: Any, root: str) -> dict[Any, Any]:
+def _train_all(workers: Any, root: str, resumed: list[str], pairs: list[tuple[str, str]]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
-    for name in NAMES:
+    for name in [n for n in NAMES if n == "plain" or n in resumed or n in dict(pairs).values()]:
         found[name] = _run(f"{root}/{name}", "estimating", f"--micro-batch-size 2 {ENGINES[name]}")
         if workers.is_main:  # as if the run had died after its first checkpoint
             shutil.rmtree(f"{root}/{name}/checkpoints/step-{STEPS}")
         workers.barrier()
-    for name, source in PAIRS:
+    for name, source in pairs:
         flags = f"--micro-batch-size 2 {ENGINES[name]}"
         load = f"--load {root}/{source}/checkpoints/step-{SAVED}"
         found[name, source] = _run(f"{root}/{name}-{source}", "estimating", f"{flags} {load}")
-    for name in NAMES:
+    for name in resumed:
         flags = f"--micro-batch-size 2 {ENGINES[name]} --resume"
         found[name, name] = _run(f"{root}/{name}", "estimating", flags)
     return found
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
     pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
-    found: dict[Any, Any] = run_in_workers(2, _train_all, str(tmp_path_factory.mktemp("runs")))[0]
+    folder, pairs = str(tmp_path_factory.mktemp("runs")), [LOADED[case] for case in selected(request, "loaded")]
+    found: dict[Any, Any] = run_in_workers(2, _train_all, folder, selected(request, "name"), pairs)[0]
     return found
 
 
 @pytest.mark.deepspeed
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_default(("fsdp", "sdp", "zero-3", "parallel"), NAMES))
 def test_every_engine_goes_on_with_what_its_groups_had(name: str, runs: Any) -> None:
     torch.testing.assert_close(torch.tensor(runs[name]), torch.tensor(runs["plain"]), rtol=1e-5, atol=1e-6)
     assert runs[name, name] == runs[name][SAVED:]
@@ -219,7 +223,7 @@ def test_every_engine_goes_on_with_what_its_groups_had(name: str, runs: Any) -> 
 
 @pytest.mark.deepspeed
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "source"), PAIRS)
-def test_another_engine_goes_on_with_them(name: str, source: str, runs: Any) -> None:
+@pytest.mark.parametrize("loaded", by_default(("plain from fsdp", "oss from sdp", "zero-3 from parallel"), LOADED))
+def test_another_engine_goes_on_with_them(loaded: str, runs: Any) -> None:
     whole = torch.tensor(runs["plain"])[SAVED:]
-    torch.testing.assert_close(torch.tensor(runs[name, source]), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(runs[LOADED[loaded]]), whole, rtol=1e-5, atol=1e-6)

@@ -44,19 +44,19 @@ PRECISIONS = {
     }.items()
 }
 KINDS = {f"{job}-{'fp64' if double else 'fp32'}": (job, double) for job in JOBS for double in (False, True)}
-ALWAYS = ("causal-fp32", "causal-fp64")
-"""Other tests read these two, and only they are trained by default."""
-PARAMETERS = by_default(ALWAYS, KINDS)
+Case = tuple[str, bool, str]
+"""A job of :mod:`tests.support.jobs`, whether it trains in fp64, and a layout."""
+CASES: dict[str, Case] = {f"{kind}-{layout}": (*KINDS[kind], layout) for kind in KINDS for layout in (*ALONE, *PAIRS)}
+READ = "causal-fp32-fsdp-accumulated-checkpointed"
+"""The case whose receipts the tests read."""
+SHORT = [READ, *(f"causal-fp64-{layout}" for layout in (*ALONE, *PAIRS))]
+"""In fp64, a small mistake is larger than the rounding."""
+PRECISE = ("ddp-fp16", "fsdp-bf16", "fsdp-checkpointed-fp16")
 
-Kinds = list[tuple[str, bool]]
-"""Jobs of :mod:`tests.support.jobs`, and whether they train in fp64."""
 
-
-def _train_all(workers: Any, kinds: Kinds, layouts: dict[str, str]) -> dict[tuple[str, bool, str], Any]:
-    cases = [(job, double, name, flags) for job, double in kinds for name, flags in layouts.items()]
-    if workers is not None:
-        cases += [("causal", False, name, flags) for name, flags in PRECISIONS.items()]
-    return {(job, double, name): train(job, double, flags) for job, double, name, flags in cases}
+def _train_all(workers: Any, cases: list[Case]) -> dict[Case, Any]:
+    layouts = ALONE | PAIRS | PRECISIONS
+    return {(job, double, name): train(job, double, layouts[name]) for job, double, name in cases}
 
 
 def _values_after_setup(workers: Any, sizes: Sequence[int]) -> tuple[list[torch.Tensor], str]:
@@ -94,21 +94,25 @@ def test_ddp_refuses_different_models() -> None:
 
 
 @pytest.fixture(scope="module")
-def kinds(request: pytest.FixtureRequest) -> Kinds:
-    """The jobs and precisions that the selected tests read."""
-    return [KINDS[kind] for kind in sorted({*selected(request, "kind"), *ALWAYS})]
+def cases(request: pytest.FixtureRequest) -> list[Case]:
+    """The cases that the selected tests read."""
+    return [CASES[case] for case in sorted({READ, *selected(request, "case")})]
 
 
 @pytest.fixture(scope="module")
-def references(kinds: Kinds) -> dict[tuple[str, bool], Any]:
+def references(cases: list[Case]) -> dict[tuple[str, bool], Any]:
     flags = f"{STEPS} --micro-batch-size 8"
-    return {(job, double): reference(job, double, flags) for job, double in kinds}
+    jobs = sorted({("causal", True), *((job, double) for job, double, _ in cases)})
+    return {(job, double): reference(job, double, flags) for job, double in jobs}
 
 
 @pytest.fixture(scope="module")
-def runs(kinds: Kinds) -> dict[tuple[str, bool, str], Any]:
+def runs(request: pytest.FixtureRequest, cases: list[Case]) -> dict[Case, Any]:
     """All layouts. One group of workers trains the layouts of two workers."""
-    return _train_all(None, kinds, ALONE) | run_in_workers(2, _train_all, kinds, PAIRS)[0]
+    alone = [case for case in cases if case[2] in ALONE]
+    others = [case for case in cases if case[2] not in ALONE]
+    others += [("causal", False, layout) for layout in selected(request, "layout")]
+    return _train_all(None, alone) | run_in_workers(2, _train_all, others)[0]
 
 
 def _assert_close(actual: Any, expected: Any, double: bool) -> None:
@@ -121,10 +125,9 @@ def _assert_close(actual: Any, expected: Any, double: bool) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", [*ALONE, *PAIRS])
-@pytest.mark.parametrize("kind", PARAMETERS)
-def test_layout_follows_one_process(layout: str, kind: str, references: Any, runs: Any) -> None:
-    job, double = KINDS[kind]
+@pytest.mark.parametrize("case", by_default(SHORT, CASES))
+def test_layout_follows_one_process(case: str, references: Any, runs: Any) -> None:
+    job, double, layout = CASES[case]
     expected, actual = references[job, double], runs[job, double, layout]
     _assert_close(actual["curve"], expected["curve"], double)
     assert len(expected["evaluations"]) == 3
@@ -183,7 +186,7 @@ def test_reference_equals_a_loop_by_hand(references: Any) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", PRECISIONS)
+@pytest.mark.parametrize("layout", by_default(PRECISE, PRECISIONS))
 def test_half_precision_follows_one_process_of_that_precision(layout: str, runs: Any) -> None:
     """The tolerance is the rounding of the format: 8 bits of mantissa in bf16, 11 in fp16."""
     precision = layout.rpartition("-")[2]

@@ -16,7 +16,7 @@ from rapidformer_templates.run.export import export_checkpoint
 from tests.support import parity
 from tests.support.combinations import Combination, accepted, parsed, place, smallest
 from tests.support.jobs import KEEP_FIRST, VOCABULARY, CausalJob, FallingMetric
-from tests.support.selection import by_default
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
@@ -64,7 +64,6 @@ SHORT = [
     *(f"lora: {layout}" for layout in ("tensor-parallel + pipeline-parallel", "zero-3")),
     *(f"{kind}: pipeline-parallel" for kind in ("last block", "average")),
     "head: tensor-parallel",
-    "best: pipeline-parallel",
 ]
 
 
@@ -103,10 +102,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def names(root: Path) -> dict[str, set[str]]:
+def names(request: pytest.FixtureRequest, root: Path) -> dict[str, set[str]]:
     """Return the tensors that a single process exports, by kind."""
     found = {}
-    for name, flags in KINDS.items():
+    for name in sorted({"lora", "head", *(CASES[case][0] for case in selected(request, "case"))}):
+        flags = KINDS[name]
         folder = root / f"alone {name}"
         _job(name, str(root))([*f"{STEPS} --micro-batch-size 8 {flags}".split(), "--save", str(folder)]).fit()
         found[name] = set(load_file(folder / "export" / "adapter_model.safetensors"))

@@ -46,8 +46,8 @@ if "deepspeed" in installed_packages():
     }
 
 
-LONGER = {"oss", "zero-1", "zero-2, offload"}
-"""For ``make test-longer``. SDP, ZeRO-2 and ZeRO-3 with offload take the same way through the engine."""
+LONGER = {"oss", "zero-1", "zero-2", "zero-2, offload", "zero-3", "fp16", "fp16, fsdp"}
+"""For ``make test-longer``. SDP, ZeRO-2 and ZeRO-3 in fp16, and ZeRO-3 with offload take the same way."""
 
 
 def _norms(run: Trained) -> list[dict[str, float]]:

@@ -25,6 +25,7 @@ from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.files import crc32
 from tests.support.dropout_runs import FLAGS, Died, DropoutJob, assert_same, run, traces
 from tests.support.jobs import ClassJob, _bert
+from tests.support.selection import by_default
 from tests.support.worker_pool import new_process, run_in_workers
 
 
@@ -54,7 +55,7 @@ def dead_after_8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deaths", [[1], [3], [5], [4, 7, 11], [12]])
+@pytest.mark.parametrize("deaths", by_default([[1], [4, 7, 11], [12]], [[1], [3], [5], [4, 7, 11], [12]]))
 def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for death in deaths:
@@ -64,7 +65,7 @@ def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deaths", [[], [5], [4, 7, 11]])
+@pytest.mark.parametrize("deaths", by_default([[4, 7, 11]], [[], [5], [4, 7, 11]]))
 def test_saves_in_the_background_resume_bitwise_too(deaths: list[int], whole: Path, tmp_path: Path) -> None:
     for death in deaths:
         run(tmp_path / "run", "--resume", "--async-save", dies_after=death)
@@ -180,7 +181,7 @@ def _forget(manifest: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", by_default(DAMAGES.keys() - {"no random state"}, DAMAGES))
 def test_damaged_checkpoint_is_named_and_passed_over(
     damage: str, whole: Path, dead_after_8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +198,7 @@ def test_damaged_checkpoint_is_named_and_passed_over(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [WEIGHTS, "state.json", "manifest.json"])
+@pytest.mark.parametrize("name", by_default((WEIGHTS, "manifest.json"), (WEIGHTS, "state.json", "manifest.json")))
 def test_a_checkpoint_on_a_bad_spot_of_the_disk_is_passed_over(
     name: str,
     whole: Path,

@@ -59,7 +59,7 @@ def run(folder: str, engine: str, workers: int, *flags: str, dies_after: int | N
 
 @dataclass(frozen=True)
 class WholeRuns:
-    """Uninterrupted runs of two workers, one for each engine.
+    """Uninterrupted runs of two workers, one for each engine that the selected tests read.
 
     Attributes:
         root: contains the run folder of each engine under the engine's name. Tests must not change it.
@@ -70,6 +70,6 @@ class WholeRuns:
     curves: dict[str, Any]
 
 
-def run_all(workers: Any, root: str) -> dict[str, Any]:
-    """Train with every engine and return the curves by engine."""
-    return {name: run(f"{root}/{name}", name, workers.world) for name in ENGINES}
+def run_all(workers: Any, root: str, names: list[str]) -> dict[str, Any]:
+    """Train with several engines and return the curves by engine."""
+    return {name: run(f"{root}/{name}", name, workers.world) for name in names}

@@ -42,8 +42,10 @@ FOUR = {
     "pp4-fused": ("gpt2-8-tied", True, f"--micro-batch-size 2 {PIPELINE} 4 --fused-linear-cross-entropy"),
     "own-loss": ("own-loss", True, f"--micro-batch-size 2 {PIPELINE} 2 {DISTRIBUTED}"),
 }
-LONGER = {"pp2-dp2-outputs-kept", "pp2-dp2-frozen", "pp4-fused"}
-"""For ``make test-longer``. Rows of the covering table also freeze parameters and fuse the loss in a pipeline."""
+LONGER = {"pp2-dp2-outputs-kept", "pp2-dp2-frozen", "pp4-fused", "tp2-dp2-zero-2"}
+"""For ``make test-longer``. Rows of the covering table also freeze parameters and fuse the loss in a pipeline, and have
+tensor parallelism with ZeRO-2.
+"""
 READ = ("pp2-dp2-zero-2", "pp2-dp2-interleaved-zero-1", "pp4-few-micro-batches")
 """Layouts whose receipts the tests read."""
 HALF = {
@@ -103,8 +105,9 @@ def _go_on(workers: Any, folder: str, chain: tuple[tuple[str, int], ...]) -> lis
     return curve
 
 
-def _four_workers(workers: Any, folder: str, layouts: list[str]) -> dict[str, Any]:
-    runs = train_all(workers, _with_steps({name: FOUR[name] for name in layouts} | HALF))
+def _four_workers(workers: Any, folder: str, layouts: list[str], halves: list[str]) -> dict[str, Any]:
+    half = {kind: HALF[kind] for kind in halves}
+    runs = train_all(workers, _with_steps({name: FOUR[name] for name in layouts} | half))
     with mock.patch("rapidformer_templates.engines.local.is_in_host_memory", return_value=False):
         runs |= train_all(workers, _with_steps({"offloaded": OFFLOADED}))
     begun = _go_on(workers, f"{folder}/chain", CHAIN[:2])
@@ -118,10 +121,9 @@ def _four_workers(workers: Any, folder: str, layouts: list[str]) -> dict[str, An
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All layouts, trained by one group of workers."""
     folder = str(tmp_path_factory.mktemp("parallel"))
-    return {
-        **run_in_workers(4, _four_workers, folder, sorted({*selected(request, "layout"), *READ}))[0],
-        "folder": folder,
-    }
+    layouts = sorted({*selected(request, "layout"), *READ})
+    runs = run_in_workers(4, _four_workers, folder, layouts, selected(request, "kind"))[0]
+    return {**runs, "folder": folder}
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +157,10 @@ def test_the_references_learn_and_are_clipped(references: Any) -> None:
         assert max(norm for _, norm in run["curve"]) > 2 * CLIP
 
 
-@pytest.mark.parametrize(("kind", "dtype", "bits"), [("bf16", "bfloat16", 8), ("fp16", "float16", 11)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bits"),
+    by_default([("fp16", "float16", 11)], [("bf16", "bfloat16", 8), ("fp16", "float16", 11)]),
+)
 def test_half_precision_follows_one_process_within_its_rounding(
     kind: str, dtype: str, bits: int, runs: Any, references: Any
 ) -> None:

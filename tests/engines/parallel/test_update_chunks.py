@@ -28,6 +28,7 @@ from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.parallel_jobs import JOBS
 from tests.support.parity import Trained, trained
 from tests.support.requests import GPUS, config_of
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 Job: Any = JOBS["gpt2-4-tied"]
@@ -50,6 +51,7 @@ TOGETHER = {
     "distributed optimizer, loss scale": f"--mixed-precision fp16 {DISTRIBUTED} --optimizer adamw_anyprecision",
     "pipeline": f"{BF16} --pipeline-model-parallel-size 2",
 }
+SHORT = {*ALONE, *TOGETHER} - {"adafactor", "lamb", "ddp"}
 
 
 class EstimatesForAll(torch.optim.AdamW):
@@ -102,13 +104,14 @@ def _both(workers: Any, cases: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Any]:
-    alone = _both(None, ALONE)
-    return alone | run_in_workers(2, _both, TOGETHER)[0]
+def runs(request: pytest.FixtureRequest) -> dict[str, Any]:
+    cases = selected(request, "case")
+    alone, together = ({case: flags for case, flags in some.items() if case in cases} for some in (ALONE, TOGETHER))
+    return _both(None, alone) | (run_in_workers(2, _both, together)[0] if together else {})
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", [*ALONE, *TOGETHER])
+@pytest.mark.parametrize("case", by_default(SHORT, [*ALONE, *TOGETHER]))
 def test_the_update_is_that_of_all_gradients_at_once(case: str, runs: Any) -> None:
     (apart, by_bucket), (at_once, whole) = runs[case]
     assert apart["curve"] == at_once["curve"]

@@ -15,6 +15,7 @@ from rapidformer_templates.switches.optimizer.lamb import Lamb
 from tests.support.jobs import OTHERS
 from tests.support.parallel_jobs import JOBS, begin, train_all
 from tests.support.parity import reference
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
@@ -33,6 +34,7 @@ CASES = {
     "muon, frozen stage": ("frozen-8", f"--optimizer muon {PIPELINE} {ZERO_2}"),
 }
 """(job, flags): four workers and micro batches of one sample, so that gradients are accumulated."""
+SHORT = ("lamb, data", "adafactor, pipeline", "own, data", "muon, frozen stage")
 SPLIT = (DISTRIBUTED, PIPELINE, ZERO_1, ZERO_2)
 
 RESUMED = (
@@ -70,18 +72,19 @@ def _precise() -> Iterator[None]:
         yield
 
 
-def _cases(*, alone: bool) -> dict[str, tuple[str, bool, str]]:
+def _cases(names: list[str], *, alone: bool) -> dict[str, tuple[str, bool, str]]:
     cases = {}
-    for name, (job, flags) in CASES.items():
+    for name in names:
+        job, flags = CASES[name]
         for words in SPLIT if alone else ():
             flags = flags.replace(words, "")
         cases[name] = (job, True, f"{STEPS} --micro-batch-size {8 if alone else 1} {flags}")
     return cases
 
 
-def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
+def _four_workers(workers: Any, folder: str, names: list[str]) -> dict[str, Any]:
     with _precise():
-        runs = train_all(workers, _cases(alone=False))
+        runs = train_all(workers, _cases(names, alone=False))
     curve: list[tuple[float, float]] = []
     for flags, dies_after in CHAIN:
         words = f"{RESUMED} --save-interval 1 --micro-batch-size 2 {flags}"
@@ -90,18 +93,24 @@ def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = str(tmp_path_factory.mktemp("whole-parameters"))
-    return {**run_in_workers(4, _four_workers, folder)[0], "folder": folder}
+def names(request: pytest.FixtureRequest) -> list[str]:
+    """The cases that the selected tests read."""
+    return sorted({"lamb, data", *selected(request, "name")})
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
+def runs(names: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("whole-parameters"))
+    return {**run_in_workers(4, _four_workers, folder, names)[0], "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def alone(names: list[str]) -> dict[str, Any]:
     with _precise():
-        return train_all(None, _cases(alone=True))
+        return train_all(None, _cases(names, alone=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default(SHORT, CASES))
 def test_every_step_is_that_of_one_process(name: str, runs: Any, alone: Any) -> None:
     close = {"rtol": 1e-10, "atol": 1e-10}
     found, wanted = (torch.tensor(run[name]["curve"], dtype=torch.float64) for run in (runs, alone))

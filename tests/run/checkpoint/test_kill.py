@@ -57,7 +57,7 @@ def _resume(workers: Any, folder: str, engine: str) -> tuple[Any, str]:
     return curve, said.getvalue()
 
 
-@pytest.mark.parametrize("engine", by_default(("fsdp", "zero-2"), KILLED))
+@pytest.mark.parametrize("engine", by_default(["zero-2"], KILLED))
 def test_the_earlier_checkpoint_is_whole_and_taken(engine: str, tmp_path: Path, whole_runs: WholeRuns) -> None:
     folder = tmp_path / engine
     _begin_and_kill(str(folder), engine, str(tmp_path))
