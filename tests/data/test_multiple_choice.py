@@ -25,6 +25,7 @@ from rapidformer_templates.data.tasks.multiple_choice import MultipleChoice
 from rapidformer_templates.errors import ConfigError, DataError, RapidformerError
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.parity import Trained, trained
+from tests.support.selection import by_default, selected
 from tests.support.texts import TINY, WORDS, write_jsonl
 from tests.support.worker_pool import run_in_workers
 
@@ -197,6 +198,8 @@ LAYOUTS = {
     "checkpointed": "--micro-batch-size 2 --checkpoint-activations",
     "lora": "--micro-batch-size 2 --lora-rank 2",
 }
+SHORT = ("accumulated", "tensor", "pipeline", "context", "lora")
+"""Layouts that run by default. The others divide neither the rows of a sample nor the model."""
 
 
 @pytest.fixture(scope="module")
@@ -226,17 +229,26 @@ def _train_all(workers: object, common: list[str], layouts: dict[str, str]) -> d
     return {name: trained(Trainer([*common, "--no-save", *flags.split()])) for name, flags in layouts.items()}
 
 
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start: Path
+) -> tuple[dict[str, Trained], dict[str, Trained]]:
+    """The runs of one process, and the layouts of two workers."""
+    common = flags_of(tmp_path_factory.mktemp("rows"), start)
+    layouts = {layout: LAYOUTS[layout] for layout in selected(request, "layout")}
+    alone = _train_all(None, common, {"": "", "lora": "--lora-rank 2"})
+    return alone, run_in_workers(2, _train_all, common, layouts)[0]
+
+
 @pytest.mark.distributed
-def test_every_layout_trains_as_one_process_does(tmp_path: Path, start: Path) -> None:
-    common = flags_of(tmp_path, start)
-    alone = {"": "", "lora": "--lora-rank 2"}
-    wanted = _train_all(None, common, alone)
-    for name, result in run_in_workers(2, _train_all, common, LAYOUTS)[0].items():
-        expected = wanted[name if name in wanted else ""]
-        torch.testing.assert_close(result["curve"], expected["curve"], rtol=1e-4, atol=1e-5, msg=name)
-        assert result["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-4), name
-        for weight, value in expected["weights"].items():
-            torch.testing.assert_close(result["weights"][weight], value, rtol=1e-3, atol=1e-4, msg=f"{name} {weight}")
+@pytest.mark.parametrize("layout", by_default(SHORT, LAYOUTS))
+def test_every_layout_trains_as_one_process_does(layout: str, runs: Any) -> None:
+    alone, together = runs
+    expected, result = alone[layout if layout in alone else ""], together[layout]
+    torch.testing.assert_close(result["curve"], expected["curve"], rtol=1e-4, atol=1e-5)
+    assert result["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-4)
+    for weight, value in expected["weights"].items():
+        torch.testing.assert_close(result["weights"][weight], value, rtol=1e-3, atol=1e-4, msg=weight)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from rapidformer_templates.planning.environment import installed_packages
 from tests.support.jobs import DeepJob
 from tests.support.parity import Trained, trained
-from tests.support.selection import by_default
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 SHARE = 0.2
@@ -31,6 +31,8 @@ TWO = {
 }
 if "deepspeed" in installed_packages():
     TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
+SHORT = ("fsdp", "tensor", "pipeline")
+"""Layouts that run by default: with the fused loss, with a divided vocabulary, and with a loss on the last stage."""
 
 
 def run(flags: str) -> Trained:
@@ -67,12 +69,20 @@ def test_without_the_flag_it_is_another_loss(wanted: Trained) -> None:
     assert abs(plain["curve"][0][1] - wanted["curve"][0][1]) > 0.01  # the norm of the gradient
 
 
-def _all(workers: Any) -> dict[str, Trained]:
-    return {name: run(f"{STEPS} {ON} {flags}") for name, flags in TWO.items()}
+def _all(workers: Any, layouts: list[str]) -> dict[str, Trained]:
+    return {layout: run(f"{STEPS} {ON} {TWO[layout]}") for layout in layouts}
+
+
+@pytest.fixture(scope="module")
+def together(request: pytest.FixtureRequest) -> list[dict[str, Trained]]:
+    """The runs of two workers by rank."""
+    return run_in_workers(2, _all, selected(request, "layout"))
 
 
 @pytest.mark.distributed
-def test_two_workers_compute_torchs_smoothed_loss(wanted: Trained) -> None:
-    for runs in run_in_workers(2, _all):
-        for found in runs.values():
-            assert_follows(found, wanted)
+@pytest.mark.parametrize("layout", by_default(SHORT, TWO))
+def test_two_workers_compute_torchs_smoothed_loss(
+    layout: str, together: list[dict[str, Trained]], wanted: Trained
+) -> None:
+    for runs in together:
+        assert_follows(runs[layout], wanted)

@@ -37,6 +37,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
 from tests.support.jobs import VOCABULARY, DeepJob
 from tests.support.parity import Trained, trained
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 DECAY, PEAK = 0.5, 1e-2
@@ -53,6 +54,8 @@ if "fairscale" in installed_packages():
     TWO["oss"] = "--micro-batch-size 4 --oss-memory-optimization"
 if "deepspeed" in installed_packages():
     TWO |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
+SHORT = ("tensor", "pipeline", "distributed", "zero-2")
+"""Layouts that run by default. ``test_two_workers_find_the_same_depths`` has FSDP and ZeRO-3."""
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 32}
 T5 = {
@@ -224,12 +227,18 @@ def test_two_workers_find_the_same_depths() -> None:
             assert_follows(found, wanted)
 
 
-def _all(workers: Any) -> dict[str, Trained]:
-    return {name: run(DeepJob, f"{ON} {flags}") for name, flags in TWO.items()}
+def _all(workers: Any, layouts: list[str]) -> dict[str, Trained]:
+    return {layout: run(DeepJob, f"{ON} {TWO[layout]}") for layout in layouts}
+
+
+@pytest.fixture(scope="module")
+def together(request: pytest.FixtureRequest) -> list[dict[str, Trained]]:
+    """The runs of two workers by rank."""
+    return run_in_workers(2, _all, selected(request, "layout"))
 
 
 @pytest.mark.distributed
-def test_two_workers_follow_one(wanted: Trained) -> None:
-    for runs in run_in_workers(2, _all):
-        for found in runs.values():
-            assert_follows(found, wanted)
+@pytest.mark.parametrize("layout", by_default(SHORT, TWO))
+def test_two_workers_follow_one(layout: str, together: list[dict[str, Trained]], wanted: Trained) -> None:
+    for runs in together:
+        assert_follows(runs[layout], wanted)

@@ -20,6 +20,7 @@ from rapidformer_templates.planning.environment import installed_packages
 from tests.support.jobs import VOCABULARY, DeepJob
 from tests.support.parity import Trained, trained
 from tests.support.requests import codes
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 SEED, ALPHA = 1234, 20.0
@@ -36,6 +37,8 @@ TWO = {
 }
 if "deepspeed" in installed_packages():
     TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
+SHORT = ("sequence", "pipeline", "zero-3")
+"""Layouts that run by default: a model divided in both ways, and one that is gathered while it is used."""
 
 
 def run(flags: str) -> Trained:
@@ -201,15 +204,21 @@ def test_a_resumed_run_is_bitwise_the_whole_one(alone: Trained, tmp_path: Path) 
     assert resumed.curve == alone["curve"][2:]
 
 
-def _all(workers: Any) -> dict[str, Trained]:
-    return {name: run(f"{flags} {ON}") for name, flags in TWO.items()}
+def _all(workers: Any, layouts: list[str]) -> dict[str, Trained]:
+    return {layout: run(f"{TWO[layout]} {ON}") for layout in layouts}
+
+
+@pytest.fixture(scope="module")
+def together(request: pytest.FixtureRequest) -> list[dict[str, Trained]]:
+    """The runs of two workers by rank."""
+    return run_in_workers(2, _all, selected(request, "layout"))
 
 
 @pytest.mark.distributed
-def test_two_workers_add_what_one_adds(alone: Trained) -> None:
-    for runs in run_in_workers(2, _all):
-        for found in runs.values():
-            assert_follows(found, alone)
+@pytest.mark.parametrize("layout", by_default(SHORT, TWO))
+def test_two_workers_add_what_one_adds(layout: str, together: list[dict[str, Trained]], alone: Trained) -> None:
+    for runs in together:
+        assert_follows(runs[layout], alone)
 
 
 def test_encoder_decoders_are_refused() -> None:

@@ -14,6 +14,7 @@ from rapidformer_templates.engines.shards import gather_whole
 from rapidformer_templates.planning.environment import installed_packages
 from tests.support import parity
 from tests.support.parallel_jobs import JOBS
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -34,6 +35,8 @@ if "deepspeed" in installed_packages():
         "ZeRO-3": "--zero-3-memory-optimization",
         "ZeRO-3, offload": "--zero-3-memory-optimization --cpu-offload",
     }
+LONGER = {"divided update", "tensor", "ZeRO-2", "ZeRO-3"}
+"""For ``make test-longer``. Another layout combines each of them with something more."""
 FLAGS = "--train-iters 1 --global-batch-size 8 --clip-grad 0"
 JOB = "gpt2-4-tied"
 
@@ -64,8 +67,9 @@ def _in_workers(workers: Any, layouts: Sequence[str]) -> dict[str, dict[str, tor
 
 
 @pytest.fixture(scope="module")
-def gradients() -> dict[str, dict[str, torch.Tensor]]:
-    found: dict[str, dict[str, torch.Tensor]] = run_in_workers(2, _in_workers, list(LAYOUTS))[0]
+def gradients(request: pytest.FixtureRequest) -> dict[str, dict[str, torch.Tensor]]:
+    layouts = selected(request, "layout")
+    found: dict[str, dict[str, torch.Tensor]] = run_in_workers(2, _in_workers, layouts)[0]
     return found
 
 
@@ -74,7 +78,7 @@ def expected() -> dict[str, torch.Tensor]:
     return _gradients("--micro-batch-size 2")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS.keys() - LONGER, LAYOUTS))
 def test_shards_of_all_workers_are_the_gradient_of_one_process(
     layout: str, gradients: dict[str, dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]
 ) -> None:

@@ -42,8 +42,11 @@ NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in installed_packages(), re
 if "deepspeed" in installed_packages():
     ENGINES |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
     ENGINES["zero-2-offload"] = f"{ENGINES['zero-2']} --cpu-offload"
-SHORT = ("fsdp", "pipeline", "oss", "zero-3")
-"""Engines that run by default: one each of torch, fairscale and DeepSpeed, and a divided model."""
+SHORT = ("pipeline", "oss", "zero-3")
+"""Engines that run by default: one each of fairscale and DeepSpeed, and a divided model.
+
+FSDP averages in ``test_another_engine_goes_on_with_the_average`` and in ``test_unused_parameters.py``.
+"""
 
 
 class Dies(Exception):

@@ -18,6 +18,7 @@ from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import CausalJob
 from tests.support.parity import trained
+from tests.support.selection import by_default
 from tests.support.texts import DOCUMENTS, write_jsonl
 from tests.support.worker_pool import run_in_workers
 
@@ -139,7 +140,10 @@ def _dies_in_step(last: int) -> Callable[..., None]:
     return on_step_end
 
 
-@pytest.mark.parametrize(("length", "total"), [("--train-iters 2epochs", 14), ("--train-iters 14", 14)])
+@pytest.mark.parametrize(
+    ("length", "total"),
+    by_default([("--train-iters 2epochs", 14)], [("--train-iters 2epochs", 14), ("--train-iters 14", 14)]),
+)
 def test_intervals_in_epochs_and_a_resume_in_between(length: str, total: int, tmp_path: Path) -> None:
     flags = f"{length} {ACCUMULATED} {INTERVALS}"
     # A pass has 7 steps: quarters end at 1.75, 3.5, 5.25, 7, 8.75, 10.5, 12.25 and 14, rounded up.

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rapidformer_templates import Data, Finetuner, Trainer
 from rapidformer_templates.errors import ConfigError, DataError, RapidformerError, Refused
 from rapidformer_templates.run.folder import read_metrics
+from tests.support.selection import by_default
 from tests.support.texts import WORDS, write_jsonl
 from tests.support.tracked import Tracked
 from tests.support.worker_pool import run_in_workers
@@ -98,7 +99,7 @@ LAYOUTS = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(("FSDP", "pipeline"), LAYOUTS))
 def test_every_layout_evaluates_every_sample_once(
     layout: str, alone: tuple[Path, dict[str, Any]], texts: Path, gpt_folder: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from rapidformer_templates.system import files
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import CausalJob
 from tests.support.lines import FLAGS, Line
+from tests.support.selection import by_default
 from tests.support.webhdfs_server import WebHdfs, serve_webhdfs
 from tests.support.worker_pool import run_in_workers
 
@@ -171,7 +172,7 @@ def test_an_incomplete_copy_is_not_taken(
     assert checkpoint_check.problem_of(newest) is None, "the next copy replaces it"
 
 
-@pytest.mark.parametrize("at", range(0, 60, 6))
+@pytest.mark.parametrize("at", by_default(range(0, 60, 12), range(0, 60, 6)))
 def test_a_copy_that_ends_anywhere_is_whole_or_does_not_count(at: int, tmp_path: Path, server: WebHdfs) -> None:
     """The server stops to answer after some requests, as if the machine of the run were lost."""
     server.fails_after = at

@@ -14,9 +14,13 @@ from transformers import AutoModelForSequenceClassification
 from rapidformer_templates import Trainer
 from rapidformer_templates.errors import CheckpointError, Refused
 from tests.support.preference_runs import STEPS, Curve, curve_of, judged, make, pairs, run, run_all, scored
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 LORA = ("--lora-rank", "2")
+KINDS = ("dpo", "ipo", "orpo", "simpo", "kto", "kto of pairs", "reward", "numbers", "labels")
+SHORT = ("dpo", "orpo", "simpo", "kto", "reward", "numbers")
+"""Kinds of runs that are trained by default: with and without a reference, in pairs and alone, and with a score."""
 ENGINES: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("--fsdp-memory-optimization",),
     "zero-1": ("--zero-1-memory-optimization",),
@@ -65,19 +69,27 @@ def in_workers(count: int, runs: Mapping[str, Sequence[str]]) -> dict[str, Curve
 
 
 @pytest.fixture(scope="module")
-def whole(flags: Mapping[str, list[str]]) -> dict[str, Curve]:
-    """Train each kind of run in one process, with one micro batch per step."""
-    curves = {name: run([*given, "--micro-batch-size", "4"]) for name, given in flags.items()}
+def whole(request: pytest.FixtureRequest, flags: Mapping[str, list[str]]) -> dict[str, Curve]:
+    """Train the selected kinds of runs in one process, with one micro batch per step."""
+    kinds = sorted({"dpo", *selected(request, "kind")})
+    curves = {kind: run([*flags[kind], "--micro-batch-size", "4"]) for kind in kinds}
     assert curves["dpo"][1][2] != 0  # by then the model differs from its reference
     return curves
 
 
+@pytest.fixture(scope="module")
+def cut(request: pytest.FixtureRequest, flags: Mapping[str, list[str]]) -> dict[str, Curve]:
+    """Train the selected kinds of runs in two workers, with two micro batches per step."""
+    return in_workers(2, {kind: [*flags[kind], "--micro-batch-size", "1"] for kind in selected(request, "kind")})
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_workers_and_micro_batches_change_nothing(flags: Mapping[str, list[str]], whole: Mapping[str, Curve]) -> None:
-    cut = in_workers(2, {n: [*g, "--micro-batch-size", "1"] for n, g in flags.items()})
-    for name, curve in cut.items():
-        check_alike({name: curve}, whole[name])
+@pytest.mark.parametrize("kind", by_default(SHORT, KINDS))
+def test_workers_and_micro_batches_change_nothing(
+    kind: str, cut: Mapping[str, Curve], whole: Mapping[str, Curve]
+) -> None:
+    check_alike({kind: cut[kind]}, whole[kind])
 
 
 @pytest.mark.distributed

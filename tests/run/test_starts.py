@@ -80,15 +80,19 @@ CASES = [
     if (start != "new head" or task in HEADS) and _is_accepted(task, start, engine)
 ]
 SHORT = [
-    *(("sequence_classification", "new head", engine) for engine in ENGINES),
-    *((task, "new head", "zero-3") for task in ("masked_lm", "reward")),
+    *(
+        ("sequence_classification", "new head", engine)
+        for engine in ("tensor-parallel", "distributed-optimizer", "fsdp", "oss-sdp", "zero-2")
+    ),
+    ("masked_lm", "new head", "zero-3"),
     ("causal_lm", "adapters", "zero-3"),
-    *(("causal_lm", start, "pipeline-parallel") for start in ("pretrained", "adapters")),
+    ("causal_lm", "adapters", "pipeline-parallel"),
 ]
 
 LONGER = [
     *((task, "pretrained", engine) for task in ROWS for engine in ("pipeline-parallel", "tensor-parallel", "zero-3")),
     *((task, "new head", "zero-3") for task in HEADS),
+    *(("sequence_classification", "new head", engine) for engine in ENGINES),
     ("causal_lm", "scratch", "zero-3"),
 ]
 PARAMETERS = [

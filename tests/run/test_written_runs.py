@@ -33,7 +33,10 @@ FLAGS = f"--train-iters {STEPS} --lr 1e-2 --log-interval 1 --eval-interval 1 --n
 
 ALONE = "one process"
 RUNS = {name: smallest(switches) for name, switches in NAMES.items()}
-LONGER = {"replicas", "context 2", "hybrid sharding", "oss", "zero-1", "zero-2"}
+LONGER = {
+    *("replicas", "context 2", "hybrid sharding", "tensor 2, zero-2", "pipeline-parallel", "tensor-parallel"),
+    *("expert-parallel", "oss", "zero-1", "zero-2"),
+}
 """For ``make test-longer``. Another run has the same parts of tensors, or other parts of the same engine."""
 EXPERTS = {name for name, switches in NAMES.items() if "expert-parallel" in switches}
 
