@@ -157,13 +157,13 @@ class _DirectAccess(TorchFunctionMode):
 
 def _tensors_in(arguments: Iterable[object]) -> list[torch.Tensor]:
     """Return the tensors among the arguments of an operation. They are arguments or elements of lists."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
-            found.append(argument)
+            tensors.append(argument)
         elif isinstance(argument, (list, tuple)):
-            found += (element for element in argument if isinstance(element, torch.Tensor))
-    return found
+            tensors += (element for element in argument if isinstance(element, torch.Tensor))
+    return tensors
 
 
 def _returns_view(func: OpOverload) -> bool:
