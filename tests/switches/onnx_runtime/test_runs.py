@@ -107,10 +107,7 @@ RUNS = [
 
 @pytest.mark.parametrize(
     ("job", "flags", "kind"),
-    by_default(
-        RUNS[:2],
-        RUNS,
-    ),
+    by_default(RUNS[:2], RUNS),
 )
 def test_run_follows_eager(job: str, flags: str, kind: str) -> None:
     expected = parity.reference(job, False, STEPS)
