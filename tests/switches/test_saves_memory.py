@@ -83,6 +83,11 @@ def _train(kind: type[Job], flags: str) -> tuple[int, float]:
     return held, peak_mb("cpu") - before
 
 
+def _train_twice(flags: str) -> tuple[int, float]:
+    """Return the smaller growth of two runs. It depends on how far a worker is ahead of the other one."""
+    return min(_train(Job, flags) for _ in range(2))
+
+
 @contextmanager
 def _freed_memory_is_given_back() -> Iterator[None]:
     """Return freed memory in every run. Otherwise a run would be measured with memory of the previous one."""
@@ -104,7 +109,7 @@ def _train_all(workers: Any, switches: list[str], settings: list[str]) -> dict[t
         for switch in switches:
             _train(Small, f"{FLAGS[switch]} {SETTINGS['bf16, two micro batches']}")
         return {
-            (switch, setting): _train(Job, f"{FLAGS[switch]} {SETTINGS[setting]}")
+            (switch, setting): _train_twice(f"{FLAGS[switch]} {SETTINGS[setting]}")
             for switch in switches
             for setting in settings
         }
