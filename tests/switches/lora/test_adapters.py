@@ -16,7 +16,6 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import CheckpointError, ModelError
 from tests.support.jobs import ClassJob, PretrainedJob, _pad, _sequences
 from tests.support.parity import Trained, trained
-from tests.support.selection import by_default
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
@@ -121,7 +120,8 @@ def test_merged_model_is_the_adapted_one(base: Path, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", by_default([], ["", "--lora-dropout 0.2 --lora-variant rslora"]))
+@pytest.mark.longer
+@pytest.mark.parametrize("flags", ["", "--lora-dropout 0.2 --lora-variant rslora"])
 def test_graphs_of_onnx_runtime_have_the_adapters_in_them(base: Path, flags: str) -> None:
     """The covering table also contains adapters in such graphs."""
     pytest.importorskip("onnxruntime")

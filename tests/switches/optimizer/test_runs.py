@@ -60,7 +60,7 @@ SHORT = {
     ("adamw_anyprecision", "zero-2"),
     ("lion", "zero-3"),
 }
-"""Layouts that run by default: each optimizer and each engine once."""
+"""Layouts that run by default. Each optimizer and each engine is in at least one."""
 
 
 def _short(cases: Iterable[tuple[str, str]]) -> list[Any]:

@@ -196,7 +196,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, folder: Path) -> list[dict[Any, Any]]:
     """The runs by rank."""
-    cases = sorted({*selected(request, "case"), *READ})
+    cases = sorted({*selected(request, "case"), *(("causal", False, n) for n in selected(request, "layout")), *READ})
     return run_in_workers(2, _all_runs, str(folder), cases, selected(request, "half"))
 
 

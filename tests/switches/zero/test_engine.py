@@ -116,8 +116,8 @@ def _failures() -> dict[tuple[str, str], Any]:
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
     """The results of both workers from one group."""
-    chosen = selected(request, "case"), selected(request, "narrow")
-    return run_in_workers(2, _train_all, str(tmp_path_factory.mktemp("runs")), *chosen)
+    cases = sorted({*selected(request, "case"), *(f"causal-{layout}" for layout in selected(request, "layout"))})
+    return run_in_workers(2, _train_all, str(tmp_path_factory.mktemp("runs")), cases, selected(request, "narrow"))
 
 
 @pytest.fixture(scope="module")
