@@ -231,7 +231,14 @@ SHORT = [
     for case, (job, engine) in WORKS.items()
     if job not in ("late", "idle")
     and engine not in LIKE_ANOTHER
-    and (job, engine) not in {("heads", "fsdp"), ("plain", "tensor"), ("unused", "context")}
+    and (job, engine)
+    not in {
+        ("heads", "fsdp"),
+        ("nothing", "fsdp"),
+        ("plain", "tensor"),
+        ("unused", "tensor"),
+        ("unused", "context"),
+    }
 ]
 REFUSED = [("late", "zero-1"), ("late", "zero-2")]
 

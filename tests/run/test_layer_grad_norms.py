@@ -46,8 +46,11 @@ if "deepspeed" in installed_packages():
     }
 
 
-LONGER = {"oss", "zero-1", "zero-2", "zero-2, offload", "zero-3", "fp16", "fp16, fsdp"}
-"""For ``make test-longer``. SDP, ZeRO-2 and ZeRO-3 in fp16, and ZeRO-3 with offload take the same way."""
+LONGER = {
+    *("oss", "zero-1", "zero-2", "zero-2, offload", "zero-3", "zero-3, offload"),
+    *("fp16", "fp16, fsdp", "pipeline 2, fp16"),
+}
+"""For ``make test-longer``. SDP, and ZeRO-2 and ZeRO-3 in fp16, take the same way."""
 
 
 def _norms(run: Trained) -> list[dict[str, float]]:

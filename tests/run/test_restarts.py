@@ -211,14 +211,23 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("saves", "expected"),
-    by_default([("2", "continues from step-4")], [("2", "continues from step-4"), ("9", "begins at step 0")]),
+    ("workers", "saves", "expected"),
+    by_default(
+        [(2, "2", "1 worker, continues from step-4")],
+        [
+            (2, "2", "1 worker, continues from step-4"),
+            (3, "2", "2 workers, continues from step-4"),
+            (3, "9", "2 workers, begins at step 0"),
+        ],
+    ),
 )
-def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(saves: str, expected: str, tmp_path: Path) -> None:
-    flags = ["--nproc-per-node", "3", "--min-workers", "1", "--save-interval", saves, "--save", str(tmp_path / "run")]
-    told = start(tmp_path, *flags)
+def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
+    workers: int, saves: str, expected: str, tmp_path: Path
+) -> None:
+    flags = ["--nproc-per-node", str(workers), "--min-workers", "1", "--save-interval", saves]
+    told = start(tmp_path, *flags, "--save", str(tmp_path / "run"))
     assert "error: worker 1 was killed by SIGKILL" in told
-    assert f"restart    1 of 3 in 1 s with 2 workers, {expected}" in told
+    assert f"restart    1 of 3 in 1 s with {expected}" in told
     alone = trained(DropoutJob(f"{BATCH} --train-iters 8 --min-workers 1".split()))["lines"]
     wanted = [line["loss"] for line in alone if "loss" in line]
     assert losses(tmp_path / "run") == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in enumerate(wanted, 1)]

@@ -82,7 +82,7 @@ CASES = [
 SHORT = [
     *(
         ("sequence_classification", "new head", engine)
-        for engine in ("tensor-parallel", "distributed-optimizer", "fsdp", "oss-sdp", "zero-2")
+        for engine in ("tensor-parallel", "distributed-optimizer", "zero-2")
     ),
     ("masked_lm", "new head", "zero-3"),
     ("causal_lm", "adapters", "zero-3"),

@@ -29,10 +29,10 @@ from rapidformer_templates.system.process_state import (
     resident_bytes,
     use_default_allocator,
 )
-from tests.support.selection import by_default, selected
+from tests.support.selection import selected
 from tests.support.worker_pool import start_workers
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.longer]
 
 VOCABULARY, LENGTH = 1024, 16
 SWITCHES = [
@@ -46,8 +46,6 @@ SETTINGS = {
     "bf16, two micro batches": "--global-batch-size 4 --mixed-precision bf16",
 }
 CASES = [(switch.name, setting) for switch in SWITCHES for setting in SETTINGS]
-DEFAULT = ("distributed-optimizer",)
-PARAMETERS = by_default([case for case in CASES if case[0] in DEFAULT and case[1] == "fp32"], CASES)
 
 
 class Job(Trainer):
@@ -132,11 +130,11 @@ def measured(
     return {case: (ranks[0][case][0], max(rank[case][1] for rank in ranks)) for case in ranks[0]}
 
 
-@pytest.mark.parametrize(("switch", "setting"), PARAMETERS)
+@pytest.mark.parametrize(("switch", "setting"), CASES)
 def test_states_and_buckets_are_fewer_bytes_than_under_ddp(switch: str, setting: str, measured: Any) -> None:
     assert measured[switch, setting][0] < measured["none", setting][0]
 
 
-@pytest.mark.parametrize(("switch", "setting"), PARAMETERS)
+@pytest.mark.parametrize(("switch", "setting"), CASES)
 def test_a_process_grows_no_larger_than_under_ddp(switch: str, setting: str, measured: Any) -> None:
     assert measured[switch, setting][1] <= measured["none", setting][1]

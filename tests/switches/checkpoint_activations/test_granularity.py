@@ -38,7 +38,7 @@ if "deepspeed" in installed_packages():
     ENGINES["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
 if "fairscale" in installed_packages():
     ENGINES["sdp"] = "--micro-batch-size 4 --oss-sdp-memory-optimization"
-LONGER = {"ddp", "distributed", "tensor", "compiled", "sdp"}
+LONGER = {"ddp", "distributed", "tensor", "compiled", "sdp", "zero-3"}
 """For ``make test-longer``. The other engines include one of each kind."""
 
 

@@ -58,6 +58,7 @@ CASES = {
     "bf16": ("llama-4-untied", False, f"{CONTEXT} 2 --micro-batch-size 2 --mixed-precision bf16"),
 }
 LONGER = {
+    "cp4-distributed-optimizer",
     "tp2-cp2",
     "cp2-dp2-selective",
     "cp2-pp2-interleaved",

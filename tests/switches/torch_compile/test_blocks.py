@@ -34,16 +34,11 @@ ENGINES = {
     "zero-2": "--zero-2-memory-optimization",
 }
 COMPILED = "--torch-compile aot_eager"
-SHORT = ("zero-2", "--checkpoint-activations")
-"""The pair that runs by default. The covering table also compiles blocks under the other engines."""
 PAIRS = {
     (engine, checkpointed): f"{STEPS} --micro-batch-size 4 {flags} {COMPILED} {checkpointed}"
     for engine, flags in ENGINES.items()
     for checkpointed in ("", "--checkpoint-activations")
 }
-PARAMETERS = [
-    pytest.param(pair, id="-".join(pair), marks=() if pair == SHORT else pytest.mark.longer) for pair in PAIRS
-]
 
 
 @pytest.fixture(autouse=True)
@@ -103,10 +98,12 @@ def reference() -> Trained:
     return parity.reference("even-causal", False, ONE)
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("pair", PARAMETERS)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_engines_take_compiled_blocks(pair: Any, pairs: Any, reference: Any) -> None:
+    """By default, the covering table compiles blocks under these engines."""
     run = pairs[pair]
     _assert_follows(run, reference)
     report = _report(run)
