@@ -69,6 +69,7 @@ CHARTS = (
     Chart("adapters", "together", "Weights, gradients and optimizer state, MB (less is better)", "LoRA|DoRA"),
     Chart("optimizers", "state, bytes per parameter", "State, bytes per parameter (less is better)", "bit|any|muon"),
     Chart("fused-loss", "peak of tensors, MB", "Peak of tensors, MB (less is better)", "fused"),
+    Chart("published-runs", "median error", "Median error of predicted seconds, % (grey: fitted to these)", "^(?!.*fitted)"),
 )
 
 
@@ -313,6 +314,42 @@ def parity() -> str:
     return out.getvalue()
 
 
+KINDS = {"experts": "experts", "context": "context", "zero": "ZeRO", "fsdp": "FSDP", "optimizer": "divided update"}
+"""Kinds of layouts by a word in their name. The first one that fits counts."""
+
+
+def planner(page: str) -> str:
+    """Return the errors of predicted peaks by the kind of layout, from the table of all layouts."""
+    table = next(_tables(page.split("\n## planner\n", 1)[1]))
+    columns = {"rules": ("error", "#3f51b5", -0.12), "the engine itself": ("engine", "#c77700", 0.12)}
+    names = [*KINDS.values(), "tensor, pipeline, replicas", "one process"]
+    with drawn(8.6, 0.9 + 0.42 * len(names)) as (figure, out):
+        axes = figure.subplots()
+        for label, (column, colour, below) in columns.items():
+            place = table[0].index(column)
+            points = [(_number(row[place]), names.index(_kind(row[1])) + below) for row in table[1:]]
+            axes.scatter(*zip(*[point for point in points if point[0] is not None], strict=True), s=16, color=colour,
+                         alpha=0.6, linewidth=0, label=label)  # fmt: skip
+        figure.suptitle("Error of the predicted peak, % (right: too high)", x=0.015, ha="left", fontsize=11.5,
+                        fontweight="bold")  # fmt: skip
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.axvline(0, color="#57606a", linewidth=0.8)
+        axes.set_facecolor("none")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color="#d0d7de", linewidth=0.6)
+        axes.legend(frameon=False, loc="lower right")
+    return out.getvalue()
+
+
+def _kind(layout: str) -> str:
+    for word, kind in KINDS.items():
+        if word in layout:
+            return kind
+    return "one process" if layout.startswith("1·1·1,") else "tensor, pipeline, replicas"
+
+
 def _smoothed(losses: Any) -> Any:
     """Return the mean over :data:`WINDOW` steps, up to each step."""
     import numpy as np
@@ -329,6 +366,7 @@ def pictures() -> Iterator[tuple[str, str]]:
         yield f"{name}.svg", terminal(command)
     yield "workers.svg", workers()
     yield "parity.svg", parity()
+    yield "planner.svg", planner((ROOT / "docs" / "benchmarks-planner.md").read_text(encoding="utf-8"))
     page = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("benchmarks*.md")))
     for chart in CHARTS:
         yield f"{chart.section}.svg", bars(chart, page)

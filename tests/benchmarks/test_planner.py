@@ -105,7 +105,7 @@ def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, 
     assert all(below.pop(name) == "none" for name in ("mixed", "oss", "oss-sdp", "zero-1", "zero-2"))
     layouts = {name.partition(":")[0] for name in below}
     assert len(layouts) == 6
-    for layout in layouts:  # docs/planner.md has each layout in one of these ways
+    for layout in layouts:  # docs/benchmarks-planner.md has each layout in one of these ways
         assert any(how for name, how in below.items() if name.startswith(layout)), layout
     assert (tmp_path / "planner.png").exists()
 

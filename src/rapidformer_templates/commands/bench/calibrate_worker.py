@@ -28,7 +28,7 @@ from rapidformer_templates.switches.auto_strategy.device_file import (
 )
 from rapidformer_templates.switches.auto_strategy.timing import host_bytes
 from rapidformer_templates.system import accelerator
-from rapidformer_templates.system.workers import Workers, join
+from rapidformer_templates.system.workers import Workers, all_gather, join, reduce_scatter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -252,8 +252,8 @@ def _exchange_times(kind: str, watch: Stopwatch) -> list[tuple[float, float]]:
 
         run: dict[str, Callable[[], object]] = {
             ALL_REDUCE: partial(dist.all_reduce, whole),
-            ALL_GATHER: partial(dist.all_gather_into_tensor, whole, share),
-            REDUCE_SCATTER: partial(dist.reduce_scatter_tensor, share, whole),
+            ALL_GATHER: partial(all_gather, whole, share),
+            REDUCE_SCATTER: partial(reduce_scatter, share, whole),
             ALL_TO_ALL: partial(dist.all_to_all_single, other, whole),
             SEND: partial(_pass_on, whole, other, workers),
         }

@@ -409,7 +409,8 @@ def _clear(lock: Path, in_our_folder: bool, say: Say) -> None:
             who = f"process {builder} does not end" if builder else "no process on this machine is building it"
             hint = "delete this file if no other machine or container is building there"
             raise PartError(f"DeepSpeed's {lock.parent.name} is locked, and {who}", where=str(lock), hint=hint)
-        elif not is_announced and now - began > OWN_LOCK_TIMEOUT:
+        # In our folder, a lock without a holder is removed soon, so there is nothing to announce.
+        elif not is_announced and now - began > OWN_LOCK_TIMEOUT and (builder or not in_our_folder):
             say(f"waiting for {lock} ({f'process {builder}' if builder else 'delete it if nothing is building there'})")
             is_announced = True
         time.sleep(0.1)
