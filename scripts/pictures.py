@@ -69,7 +69,7 @@ CHARTS = (
     Chart("adapters", "together", "Weights, gradients and optimizer state, MB (less is better)", "LoRA|DoRA"),
     Chart("optimizers", "state, bytes per parameter", "State, bytes per parameter (less is better)", "bit|any|muon"),
     Chart("fused-loss", "peak of tensors, MB", "Peak of tensors, MB (less is better)", "fused"),
-    Chart("published-runs", "median error", "Median error of predicted seconds, % (grey: fitted to these)", "^(?!.*fitted)"),
+    Chart("published-runs", "median error", "Median error of predicted seconds, % (grey: fitted)", "^(?!.*fitted)"),
 )
 
 

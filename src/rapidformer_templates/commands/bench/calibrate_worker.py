@@ -5,10 +5,12 @@ Every measurement runs for a fixed time on all workers at once, because workers 
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -55,6 +57,9 @@ HIDDEN = {"cpu": ((512, 128), (384, 192), (512, 512)), "gpu": ((8192, 4096), (81
 
 SIZES = {"cpu": (2**12, 2**16, 2**20, 2**23), "gpu": (2**14, 2**20, 2**24, 2**28)}
 """Bytes of the measured exchanges."""
+
+OPERAND_BYTES = 2**27
+"""Bytes of the operands that a measurement takes in turn, so that they come from memory as in training."""
 
 PARAMETERS = {"cpu": (64, 2**15), "gpu": (64, 2**23)}
 """Number of parameter tensors of the measured update, and the elements of each."""
@@ -190,25 +195,37 @@ def _measure_precision(measurements: Measurements, watch: Stopwatch, name: str) 
     sizes = "cpu" if device.type == "cpu" else "gpu"
     measurements.products[name], measurements.attention[name], measurements.activations[name] = [], [], []
     for rows, inner, columns in PRODUCTS[sizes]:
-        left = torch.randn(rows, inner, device=device, dtype=dtype)
-        right = torch.randn(inner, columns, device=device, dtype=dtype)
-        measurements.products[name].append((rows, inner, columns, watch.time(partial(torch.matmul, left, right))))
+        shapes = (rows, inner), (inner, columns)
+        seconds = watch.time(_in_turn(torch.matmul, shapes, device, dtype))
+        measurements.products[name].append((rows, inner, columns, seconds))
     for samples, heads, tokens, width in ATTENTION[sizes]:
-        query, key, value = (
-            torch.randn(samples, heads, tokens, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
-        )
+        shape = samples, heads, tokens, width
+        seconds = watch.time(_in_turn(_attend, (shape, shape, shape), device, dtype, is_trained=True))
         # 4 operations per score and element in the forward, 10 in the backward. The causal mask halves them.
-        measurements.attention[name].append(
-            (7.0 * samples * heads * tokens**2 * width, watch.time(partial(_attend, query, key, value)))
-        )
+        measurements.attention[name].append((7.0 * samples * heads * tokens**2 * width, seconds))
     for tokens, hidden in HIDDEN[sizes]:
         between = Between(hidden).to(device)
-        states = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
-        wide = torch.randn(tokens, 4 * hidden, device=device, dtype=dtype, requires_grad=True)
-        moved = Between.OPERANDS * 3 * tokens * hidden * states.element_size()
-        measurements.activations[name].append(
-            (float(moved), watch.time(partial(between.forward_and_backward, states, wide)))
-        )
+        shapes = (tokens, hidden), (tokens, 4 * hidden)
+        moved = Between.OPERANDS * 3 * tokens * hidden * dtype.itemsize
+        seconds = watch.time(_in_turn(between.forward_and_backward, shapes, device, dtype, is_trained=True))
+        measurements.activations[name].append((float(moved), seconds))
+
+
+def _in_turn(
+    run: Callable[..., object],
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_trained: bool = False,
+) -> Callable[[], object]:
+    """Return a call of ``run`` with random tensors of these shapes, which takes other tensors each time."""
+    size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+    operands = itertools.cycle([
+        [torch.randn(shape, device=device, dtype=dtype, requires_grad=is_trained) for shape in shapes]
+        for _ in range(math.ceil(OPERAND_BYTES / size))
+    ])  # fmt: skip
+    return lambda: run(*next(operands))
 
 
 class Between(nn.Module):
