@@ -60,8 +60,8 @@ LAYOUTS = {  # name: (kind, modules with adapters, fp64, flags)
     "groups of stretches of sequences": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {CONTEXT} {GROUPS}"),
     "groups of stages": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {PIPELINE} {GROUPS}"),
 }  # fmt: skip
-DEFAULT = ("stages, only experts",)
-"""The covering table has adapters in mixtures under FSDP and ZeRO-3, and with divided experts."""
+DEFAULT = ("stages, only experts", "groups, sharded")
+"""The covering table has adapters in mixtures under ZeRO-3."""
 PARAMETERS = by_default(DEFAULT, LAYOUTS)
 
 

@@ -103,7 +103,7 @@ def reference() -> Trained:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_engines_take_compiled_blocks(pair: Any, pairs: Any, reference: Any) -> None:
-    """By default, the covering table compiles blocks under these engines."""
+    """By default, the covering table compiles blocks under FSDP, OSS and ZeRO-2."""
     run = pairs[pair]
     _assert_follows(run, reference)
     report = _report(run)
