@@ -155,14 +155,19 @@ def bars(chart: Chart, page: str) -> str:
         own = [re.search(chart.ours, label) for label in labels]
         bars_drawn = axes.barh(labels, values, color=["#3f51b5" if mine else "#9aa5b1" for mine in own], height=0.66)
         axes.bar_label(bars_drawn, labels=[f"{value:,.5g}" for value in values], padding=4)
-        figure.suptitle(chart.title, x=0.015, ha="left", fontsize=11.5, fontweight="bold")
-        axes.invert_yaxis()
+        _title(figure, axes, chart.title)
         axes.margins(x=0.14)
-        axes.set_facecolor("none")
         axes.spines[:].set_visible(False)
         axes.axvline(0, color="#57606a", linewidth=0.8)
         axes.tick_params(length=0, labelbottom=False)
     return out.getvalue()
+
+
+def _title(figure: Any, axes: Any, title: str) -> None:
+    """Write the title of a picture. Its rows start at the top, and the background of the figure shows."""
+    figure.suptitle(title, x=0.015, ha="left", fontsize=11.5, fontweight="bold")
+    axes.invert_yaxis()
+    axes.set_facecolor("none")
 
 
 WORKERS = Sizes(world=16, local_world=16, tensor=2, context=2, data=2, pipeline=2)
@@ -330,12 +335,9 @@ def planner(page: str) -> str:
             points = [(_number(row[place]), names.index(_kind(row[1])) + below) for row in table[1:]]
             axes.scatter(*zip(*[point for point in points if point[0] is not None], strict=True), s=16, color=colour,
                          alpha=0.6, linewidth=0, label=label)  # fmt: skip
-        figure.suptitle("Error of the predicted peak, % (right: too high)", x=0.015, ha="left", fontsize=11.5,
-                        fontweight="bold")  # fmt: skip
         axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
+        _title(figure, axes, "Error of the predicted peak, % (right: too high)")
         axes.axvline(0, color="#57606a", linewidth=0.8)
-        axes.set_facecolor("none")
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x", color="#d0d7de", linewidth=0.6)

@@ -226,19 +226,12 @@ CASES += [("unused", engine) for engine in ("distributed-optimizer", *DIVIDED)]
 WORKS = {f"{job}-{engine}": (job, engine) for job, engine in CASES if not (job == "late" and engine in ZERO)}
 LIKE_ANOTHER = ("oss", "fsdp-whole", "fsdp-checkpointed", "zero-1")
 """Engines that reach parameters like another engine."""
+LONGER = ("heads-fsdp", "nothing-fsdp", "plain-tensor", "unused-tensor", "unused-context")
+"""Further cases for ``make test-longer``, whose lines the others run as well."""
 SHORT = [
     case
     for case, (job, engine) in WORKS.items()
-    if job not in ("late", "idle")
-    and engine not in LIKE_ANOTHER
-    and (job, engine)
-    not in {
-        ("heads", "fsdp"),
-        ("nothing", "fsdp"),
-        ("plain", "tensor"),
-        ("unused", "tensor"),
-        ("unused", "context"),
-    }
+    if job not in ("late", "idle") and engine not in LIKE_ANOTHER and case not in LONGER
 ]
 REFUSED = [("late", "zero-1"), ("late", "zero-2")]
 

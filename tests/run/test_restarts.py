@@ -209,18 +209,15 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
 
 
+KILLED = [  # (workers, steps between checkpoints, how the run continues)
+    (2, "2", "1 worker, continues from step-4"),
+    (3, "2", "2 workers, continues from step-4"),
+    (3, "9", "2 workers, begins at step 0"),
+]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("workers", "saves", "expected"),
-    by_default(
-        [(2, "2", "1 worker, continues from step-4")],
-        [
-            (2, "2", "1 worker, continues from step-4"),
-            (3, "2", "2 workers, continues from step-4"),
-            (3, "9", "2 workers, begins at step 0"),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("workers", "saves", "expected"), by_default(KILLED[:1], KILLED))
 def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
     workers: int, saves: str, expected: str, tmp_path: Path
 ) -> None:

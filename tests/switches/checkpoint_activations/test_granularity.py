@@ -39,7 +39,7 @@ if "deepspeed" in installed_packages():
 if "fairscale" in installed_packages():
     ENGINES["sdp"] = "--micro-batch-size 4 --oss-sdp-memory-optimization"
 LONGER = {"ddp", "distributed", "tensor", "compiled", "sdp", "zero-3"}
-"""For ``make test-longer``. The other engines include one of each kind."""
+"""For ``make test-longer``. FSDP, stages and divided sequences run by default."""
 
 
 class Watched(DeepJob):
