@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from rapidformer_templates.commands.bench.calibrate import fit_line, fit_rates
-from rapidformer_templates.commands.bench.calibrate_worker import Measurements
+from rapidformer_templates.commands.bench.calibrate_worker import Measurements, Stopwatch
 from rapidformer_templates.commands.bench.cli import main
 from rapidformer_templates.switches.auto_strategy.device_file import EXCHANGES, read_device_file
+from rapidformer_templates.system.workers import Workers
 
 SIZES = (2.0**12, 2.0**16, 2.0**20, 2.0**24)
 
@@ -64,6 +66,14 @@ def test_a_gpu_is_rated_by_its_waves_of_tiles() -> None:
     measured.multiprocessors = 100
     measured.products = {"fp32": [(2560, 8192, 1280, full / 50e12), (5120, 8192, 1280, more / 50e12)]}
     assert fit_rates([measured]).precisions["fp32"].tflops == pytest.approx(50)
+
+
+def test_an_operation_longer_than_the_measurement_is_still_measured() -> None:
+    calls = []
+    watch = Stopwatch(Workers(0, 0, 1, torch.device("cpu")), seconds=0.0)
+    seconds = watch.time(lambda: calls.append(0))
+    assert seconds > 0
+    assert len(calls) == 4  # two to warm up, one to choose the number of calls, and one that is measured
 
 
 @pytest.mark.longer
