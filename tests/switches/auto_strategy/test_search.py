@@ -22,6 +22,7 @@ from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy import command
 from rapidformer_templates.switches.auto_strategy.command import reasons
+from rapidformer_templates.switches.auto_strategy.device_file import ALL_REDUCE
 from rapidformer_templates.switches.auto_strategy.layouts import (
     PARTITIONINGS,
     RECOMPUTED,
@@ -37,6 +38,7 @@ from rapidformer_templates.switches.auto_strategy.setup_memory import setup_memo
 from rapidformer_templates.switches.auto_strategy.step_seconds import (
     CommunicationSizes,
     Timing,
+    exchange_seconds,
     predict_seconds,
     product_seconds,
 )
@@ -248,6 +250,21 @@ def test_groups_in_a_node_exchange_parameters_there(shard_size: int | None, expe
     seconds = predict_seconds(layout, MemoryOptions(), Trace(()), facts, hardware, local_world=2)
     assert seconds.data == pytest.approx(expected, rel=0.02)  # and delays
     assert seconds.hidden < 1e-3
+
+
+def test_experts_that_no_other_worker_has_are_not_gathered() -> None:
+    """Experts divided over all four workers have no copy. FSDP shards everything else over two."""
+    layout = Layout(data=4, partitioning="fsdp", shard_size=2, experts=4)
+    links = {"memory_bandwidth": 1e12, "intra_node": 200.0, "inter_node": 20.0, "host_link": 20.0}
+    hardware = Hardware("cuda", "fp32", 80.0, 15.0, 15.0, 108, context_gb=1.5, sources={}, **links)
+
+    def exchanged(experts: int) -> float:
+        facts = CommunicationSizes(parameters=10**9 + experts, blocks=1, hidden=1, tokens=1, experts=experts)
+        return predict_seconds(layout, MemoryOptions(), Trace(()), facts, hardware, local_world=4).data
+
+    # Only the sum of the shards between the two groups counts all parameters.
+    sums = [exchange_seconds(4 * size / 2, 2, 2, 4, hardware, ALL_REDUCE) for size in (3 * 10**9, 10**9)]
+    assert exchanged(2 * 10**9) - exchanged(0) == pytest.approx(sums[0] - sums[1], rel=0.01)
 
 
 def test_a_product_takes_as_long_as_its_waves_or_its_operands() -> None:

@@ -20,13 +20,12 @@ from torch._C._distributed_c10d import Reducer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.models.blocks import hidden_of
 from rapidformer_templates.planning.plan import Sizes
-from rapidformer_templates.switches.auto_strategy.stand_ins import FakeDataReads, fake_tensors
+from rapidformer_templates.switches.auto_strategy.stand_ins import FakeDataReads, fake_group, fake_tensors
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages, without_warnings
 from rapidformer_templates.switches.layout.experts import TokenDispatcher
 from rapidformer_templates.switches.layout.pipeline_engine import Links, PipelineEngine
@@ -68,16 +67,13 @@ def lone_worker(sizes: Sizes, rank: int) -> Iterator[Workers]:
     if sizes.world == 1:
         yield LoneWorker(0, 0, 1, device)
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=sizes.world)
-    try:
+    with fake_group(rank, sizes.world):
         workers = LoneWorker(rank, rank, sizes.world, device, *divided, context=sizes.context)
         if sizes.divides > 1:
             shape = (sizes.pipeline, sizes.copies, sizes.tensor)
             mesh = workers.open_mesh(shape, ("pipeline", "copies", "tensor"))
             workers = LoneWorker(rank, rank, sizes.world, device, *divided, mesh, sizes.context)
         yield workers
-    finally:
-        dist.destroy_process_group()
 
 
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"

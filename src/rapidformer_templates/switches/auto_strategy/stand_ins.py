@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -92,22 +93,30 @@ class FakeDataReads(TorchDispatchMode):
 
 
 @contextmanager
+def fake_group(rank: int, world: int) -> Iterator[None]:
+    """Open a process group without peers. Collectives return at once, with tensors of the right shapes."""
+    hook = sys.excepthook  # torch replaces it, and later errors would name a rank
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+@contextmanager
 def silent_group(tensor: int, context: int = 1) -> Iterator[Workers]:
     """Yield the first of ``tensor × context`` workers of a replica. The other workers do not exist.
 
-    Collectives return at once, with tensors of the right shapes. Enter this context before fake tensors: the mesh
-    of workers needs real ones.
+    Enter this context before fake tensors: the mesh of workers needs real ones.
     """
     world = tensor * context
     if world == 1:
         yield Workers(0, 0, 1, torch.device("cpu"))
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
+    with fake_group(0, world):
         mesh = init_device_mesh("cpu", (1, context, tensor), mesh_dim_names=("pipeline", "copies", "tensor"))
         yield Workers(0, 0, world, torch.device("cpu"), tensor, 1, mesh, context)
-    finally:
-        dist.destroy_process_group()
 
 
 def divide(assembly: Assembly, workers: Workers, *, sequence_parallel: bool) -> None:

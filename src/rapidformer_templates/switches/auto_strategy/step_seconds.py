@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
+from rapidformer_templates.planning.plan import shards_of_experts
 from rapidformer_templates.switches.auto_strategy.device_file import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -363,7 +364,7 @@ def _data_seconds(
         # A worker has only some of the divided experts, and fewer peers for them.
         expert_bytes = facts.experts * share / layout.experts * bytes_each
         stride = layout.tensor * layout.experts
-        peers = layout.shares // layout.experts
+        peers = shards_of_experts(layout.replicas, layout.shares, layout.experts)
         return dense + exchange_seconds(expert_bytes, peers, stride, local_world, hardware, kind)
 
     by_parallel_engine = setting.by_parallel_engine(layout)
