@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from rapidformer_templates.commands.bench.calibrate import fit_line, fit_rates
+from rapidformer_templates.commands.bench.calibrate import fit_rates
 from rapidformer_templates.commands.bench.calibrate_worker import Measurements, Stopwatch
 from rapidformer_templates.commands.bench.cli import main
-from rapidformer_templates.switches.auto_strategy.device_file import EXCHANGES, read_device_file
+from rapidformer_templates.commands.bench.reference_steps import fit_factors, predict_steps
+from rapidformer_templates.switches.auto_strategy.device_file import (
+    EXCHANGES,
+    DeviceFile,
+    PrecisionRates,
+    read_device_file,
+)
+from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.system.workers import Workers
 
+FAST = PrecisionRates(tflops=0.1, kernel_seconds=2e-5, attention_tflops=0.02, activation_bandwidth=4.0)
 SIZES = (2.0**12, 2.0**16, 2.0**20, 2.0**24)
-
-
-def test_a_line_recovers_its_delay_and_its_rate() -> None:
-    delay, per_byte = fit_line([(size, 3e-5 + size / 2e9) for size in SIZES])
-    assert (delay, per_byte) == pytest.approx((3e-5, 1 / 2e9))
-    assert fit_line([(size, size / 2e9) for size in SIZES]) == pytest.approx((0.0, 1 / 2e9), abs=1e-12)
-    # Errors in either direction move a rate less than the errors themselves.
-    noisy = fit_line([(size, (3e-5 + size / 2e9) * (1 + 0.1 * (-1) ** i)) for i, size in enumerate(SIZES)])
-    assert noisy == pytest.approx((3e-5, 1 / 2e9), rel=0.2)
-    assert fit_line([(1.0, 2.0), (2.0, 1.0)])[0] == 0  # faster if it is larger: there is no such delay
 
 
 def synthetic(factor: float) -> Measurements:
@@ -76,6 +75,25 @@ def test_an_operation_longer_than_the_measurement_is_still_measured() -> None:
     assert len(calls) == 4  # two to warm up, one to choose the number of calls, and one that is measured
 
 
+def test_factors_of_steps_are_recovered() -> None:
+    predicted = {"replicas": Timing(products=2.0, data=1.0), "tensor": Timing(memory=1.0, update=0.5, tensor=3.0)}
+    measured = {"replicas": 2.0 * 1.5 + 1.0 * 0.7, "tensor": 1.5 * 1.5 + 3.0 * 0.7}
+    assert fit_factors(predicted, measured) == pytest.approx((1.5, 0.7))
+    assert fit_factors({"replicas": Timing(products=2.0)}, {"replicas": 3.0}) == (1.5, 1.0)  # nothing is exchanged
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_reference_model_is_predicted_in_each_layout(precision: str, tmp_path: Path) -> None:
+    file = tmp_path / "device.json"
+    rates = replace(fit_rates([synthetic(1.0)] * 2), precisions=dict.fromkeys(["fp32", "bf16"], FAST))
+    DeviceFile("cpu", "A processor", 32.0, None, 0, (rates,)).write(file)
+    predicted = predict_steps(file, "cpu", precision, 2)
+    assert list(predicted) == ["replicas", "fsdp", "tensor", "pipeline"]
+    assert all(timing.communication > 0 for timing in predicted.values())
+    assert predicted["tensor"].tensor > 0
+    assert predicted["pipeline"].bubble > 0
+
+
 @pytest.mark.longer
 def test_a_calibration_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "device.json"
@@ -86,6 +104,9 @@ def test_a_calibration_measures_everything(tmp_path: Path, capsys: pytest.Captur
     assert device.rates[0].precisions.keys() == device.rates[1].precisions.keys() == {"fp32", "bf16"}
     assert set(device.rates[1].exchanges) == set(EXCHANGES)
     assert not device.rates[0].exchanges
+    for of_precision in device.rates[1].precisions.values():
+        assert of_precision.computation_factor > 0
+        assert of_precision.exchange_factor >= 0
     shown = capsys.readouterr().out
     assert all(kind in shown for kind in EXCHANGES)
     assert f"--device-file {file}" in shown.replace("\n", "")

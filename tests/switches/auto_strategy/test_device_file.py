@@ -80,7 +80,7 @@ def in_rates(**values: object) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda document: document.update(format="another 1"), "its 'format' is not 'rapidformer device 1'"),
+        (lambda document: document.update(format="another 1"), "its 'format' is not 'rapidformer device 2'"),
         (without("rates"), "'rates' is missing"),
         (lambda document: document.update(rates=[]), "'rates' is not a list with measurements"),
         (lambda document: document.update(device=3), "'device' is 3"),
@@ -102,7 +102,7 @@ def test_damage_is_named(damage: Callable[[dict[str, Any]], object], reason: str
     assert "rapidformer bench calibrate" in str(raised.value.hint)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[1, 2]", b'{"format": "rapidformer device 1", "rates"'])
+@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[1, 2]", b'{"format": "rapidformer device 2", "rates"'])
 def test_a_foreign_file_is_refused(content: bytes, file: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"cannot use .*device\.json"):
@@ -150,6 +150,24 @@ def test_the_rates_of_a_file_decide_the_seconds(file: Path) -> None:
     four = seconds_with(file, Layout(data=4))
     sent = 1e-4 + 2 * 3 / 4 * 4e6 / 0.5e9
     assert four.data == pytest.approx(sent - 0.2 * four.hidden)
+
+
+def test_factors_of_real_steps_multiply_what_is_computed_and_what_is_exchanged(tmp_path: Path) -> None:
+    file, factors = tmp_path / "device.json", {"computation_factor": 1.5, "exchange_factor": 0.5}
+    before, after = (
+        DEVICE,
+        replace(DEVICE, rates=(replace(FOUR, precisions={"fp32": replace(NARROW["fp32"], **factors)}),)),
+    )
+    timings = []
+    for device in (before, after):
+        device.write(file)
+        timings.append(seconds_with(file, Layout(data=2, pipeline=2, accumulation=2)))
+    exchanged = ("tensor", "pipeline", "data", "experts", "hidden")
+    expected = {name: (0.5 if name in exchanged else 1.5) * value for name, value in vars(timings[0]).items()}
+    assert vars(timings[1]) == pytest.approx(expected)
+    assert min(timings[0].pipeline, timings[0].data, timings[0].bubble, timings[0].products) > 0
+    shown = find_hardware(Environment(local_world_size=4, device_file=str(file)), "fp32").lines()
+    assert "computation in real steps × 1.50, exchanges × 0.50 (measured)" in shown
 
 
 def test_an_exchange_is_its_delay_and_its_bytes(file: Path) -> None:

@@ -8,11 +8,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from rapidformer_templates.commands.bench.least_squares import fit_line
 from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.environment import kind_of
@@ -62,7 +64,7 @@ def calibrate(kind: str, counts: Sequence[int], seconds: float) -> DeviceFile:
 
     Args:
         kind: torch's name of the type of device.
-        seconds: time of each of about 50 measurements.
+        seconds: time of each of about 50 measurements of single operations.
 
     Raises:
         RapidformerError: see :func:`main`.
@@ -72,17 +74,37 @@ def calibrate(kind: str, counts: Sequence[int], seconds: float) -> DeviceFile:
 
         if max(counts) > (devices := torch.accelerator.device_count()):
             raise ConfigError(f"{max(counts)} workers need as many devices, but there are {devices}", where="--workers")
-    rates = []
-    with progress("calibrate", len(counts)) as advance:
+    rates: list[WorkerRates] = []
+    with progress("calibrate", len(counts)) as advance, tempfile.TemporaryDirectory(prefix="rf-") as folder:
         for count in sorted(counts):
-            with tempfile.TemporaryDirectory(prefix="rf-") as folder:
-                launch.run_workers([sys.executable, "-m", WORKER, kind, str(seconds), folder], count)
-                files = [Path(folder, f"{rank}.json") for rank in range(count)]
-                measured: list[Measurements] = [read_measurements(file.read_text(encoding="utf-8")) for file in files]
-            rates.append(fit_rates(measured))
+            launch.run_workers([sys.executable, "-m", WORKER, kind, str(seconds), folder], count)
+            files = [Path(folder, f"{rank}.json") for rank in range(count)]
+            measured: list[Measurements] = [read_measurements(file.read_text(encoding="utf-8")) for file in files]
+            first = measured[0]
+            sizes = first.memory_gb, first.compute_capability, first.multiprocessors
+            device = DeviceFile(kind, first.name, *sizes, rates=(fit_rates(measured),))
+            rates.append(with_factors(device, measured, Path(folder, "device.json")))
             advance(f"{count} worker{'s' * (count > 1)}")
-    first = measured[0]
-    return DeviceFile(kind, first.name, first.memory_gb, first.compute_capability, first.multiprocessors, tuple(rates))
+    return replace(device, rates=tuple(rates))
+
+
+def with_factors(device: DeviceFile, measured: Sequence[Measurements], file: Path) -> WorkerRates:
+    """Return the rates of a device with the factors of steps that its workers have measured.
+
+    Args:
+        device: a device with the rates of these workers only.
+        file: a place to write it to.
+    """
+    from rapidformer_templates.commands.bench.reference_steps import fit_factors, predict_steps
+
+    (rates,) = device.rates
+    device.write(file)
+    precisions = {}
+    for name, narrow in rates.precisions.items():
+        slowest = {layout: max(each.steps[name][layout] for each in measured) for layout in measured[0].steps[name]}
+        computation, exchanges = fit_factors(predict_steps(file, device.device, name, rates.workers), slowest)
+        precisions[name] = replace(narrow, computation_factor=computation, exchange_factor=exchanges)
+    return replace(rates, precisions=precisions)
 
 
 def read_measurements(text: str) -> Measurements:
@@ -90,24 +112,6 @@ def read_measurements(text: str) -> Measurements:
     from rapidformer_templates.commands.bench.calibrate_worker import Measurements
 
     return Measurements(**json.loads(text))
-
-
-def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the delay and the seconds per unit that fit pairs of an amount and its seconds.
-
-    The sum of the squared relative errors is smallest. The delay is at least 0.
-    """
-    ones = [1 / seconds for _, seconds in points]
-    slopes = [amount / seconds for amount, seconds in points]
-    a, b, c = (
-        sum(x * y for x, y in zip(*pair, strict=True)) for pair in ((ones, ones), (ones, slopes), (slopes, slopes))
-    )
-    determinant = a * c - b * b
-    delay = (sum(ones) * c - sum(slopes) * b) / determinant if determinant > 1e-9 * a * c else 0.0
-    if delay <= 0:
-        return 0.0, sum(slopes) / c
-    per_unit = (sum(slopes) - b * delay) / c
-    return (delay, per_unit) if per_unit > 0 else (0.0, sum(slopes) / c)
 
 
 def fit_rates(measured: Sequence[Measurements]) -> WorkerRates:
@@ -169,6 +173,10 @@ def rates_table(device: DeviceFile) -> Table:
         )
         add(f"attention in {name}", [f"{each.attention_tflops:.3g} TFLOP/s" for each in narrow])
         add(f"other operations in {name}", [f"{each.activation_bandwidth:.3g} GB/s" for each in narrow])
+        add(
+            f"real steps in {name}",
+            [f"computation × {each.computation_factor:.2f}, exchanges × {each.exchange_factor:.2f}" for each in narrow],
+        )
     add("memory", [f"{each.memory_bandwidth:.3g} GB/s" for each in rates])
     add("update", [f"{each.update_bandwidth:.3g} GB/s" for each in rates])
     add("start of an operation", [f"{each.launch_seconds * 1e6:.1f} µs" for each in rates])

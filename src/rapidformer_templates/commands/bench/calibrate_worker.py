@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from rapidformer_templates.commands.bench.output import processor
+from rapidformer_templates.commands.bench.reference_steps import measure_steps
 from rapidformer_templates.switches.auto_strategy.device_file import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -78,6 +79,7 @@ class Measurements:
         copy, to_host: bytes and seconds. ``to_host`` is None if the device is the host.
         update: parameters and seconds.
         launch_seconds: seconds of an operation on a tensor of one element, with its backward.
+        steps: seconds of a step of the reference model, by precision and layout.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Measurements:
     update: tuple[float, float] = (0.0, 0.0)
     to_host: tuple[float, float] | None = None
     launch_seconds: float = 0.0
+    steps: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Stopwatch:
@@ -294,6 +297,7 @@ def main() -> None:
     kind, seconds, folder = sys.argv[1:]
     with join(kind) as workers:
         measurements = measure(workers, float(seconds))
+        measurements.steps = measure_steps(kind, precisions_of(workers.device), workers.world)
         Path(folder, f"{workers.rank}.json").write_text(json.dumps(asdict(measurements)), encoding="utf-8")
 
 

@@ -97,9 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Measure products, memory and exchanges of this machine and write a file for plan --device-file."
-    )
+    parser.description = "Measure how fast this machine computes and exchanges. Write a file for plan --device-file."
     parser.add_argument(
         "--output", type=Path, default=Path("device.json"), metavar="FILE", help="the file (default: device.json)"
     )
@@ -108,7 +106,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         help="numbers of workers to measure with (default: 1 2 4; on an accelerator powers of two up to all devices)",
     )  # fmt: skip
     parser.add_argument(
-        "--seconds", type=float, default=0.2, help="time of each of about 50 measurements (default: 0.2)"
+        "--seconds", type=float, default=0.2, help="time of each of about 50 measurements of operations (default: 0.2)"
     )
     parser.add_argument(
         "--device",

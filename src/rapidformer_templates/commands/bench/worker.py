@@ -205,8 +205,8 @@ def peak_mb(device: str) -> float:
     return resident_bytes("VmHWM") / 1e6
 
 
-def build_model(scale: BenchScale) -> nn.Module:
-    """Build a GPT-2 or a BERT without dropout, so that the losses of all solutions can be compared."""
+def build_model(scale: BenchScale, dropout: float = 0.0) -> nn.Module:
+    """Build a GPT-2 or a BERT, by default without dropout, so that the losses of all solutions can be compared."""
     from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
     if scale.kind == "bert":
@@ -217,8 +217,8 @@ def build_model(scale: BenchScale) -> nn.Module:
             num_attention_heads=scale.heads,
             intermediate_size=4 * scale.hidden,
             max_position_embeddings=scale.length,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
         )
         return BertForPreTraining(settings)
     config = GPT2Config(
@@ -227,9 +227,9 @@ def build_model(scale: BenchScale) -> nn.Module:
         n_embd=scale.hidden,
         n_layer=scale.layers,
         n_head=scale.heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,

@@ -15,7 +15,7 @@ from typing import TypeGuard
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.system.files import JSON_ERRORS, write_json
 
-FORMAT = "rapidformer device 1"
+FORMAT = "rapidformer device 2"
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -46,12 +46,20 @@ class PrecisionRates:
         kernel_seconds: seconds that a matrix product takes in addition to its operations.
         attention_tflops: 10^12 operations per second in attention kernels.
         activation_bandwidth: GB/s at which the operations between two products process the operands of these products.
+        computation_factor, exchange_factor: seconds of the computation and of the exchanges of real steps, divided by
+            those that follow from the other rates.
     """
 
     tflops: float
     kernel_seconds: float
     attention_tflops: float
     activation_bandwidth: float
+    computation_factor: float = 1.0
+    exchange_factor: float = 1.0
+
+
+MAY_BE_ZERO = ("kernel_seconds", "exchange_factor")
+"""Rates of a precision that can be 0."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,7 @@ def _rates_of(record: Mapping[str, object]) -> WorkerRates:
     }
     names = [field.name for field in fields(PrecisionRates)]
     precisions = {
-        name: PrecisionRates(*(_number(rates, key, may_be_zero=key == "kernel_seconds") for key in names))
+        name: PrecisionRates(*(_number(rates, key, may_be_zero=key in MAY_BE_ZERO) for key in names))
         for name, rates in _mapping(record, "precisions", PRECISIONS).items()
     }
     return WorkerRates(

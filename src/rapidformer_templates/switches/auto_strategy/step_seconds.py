@@ -126,6 +126,11 @@ class Timing:
     def total(self) -> float:
         return self.compute + self.bubble + self.communication + self.update + self.offload
 
+    def scaled(self, computation: float, exchanges: float) -> Timing:
+        """Return these seconds times a factor of what is computed, and one of what is exchanged."""
+        exchanged = ("tensor", "pipeline", "data", "experts", "hidden")
+        return Timing(**{n: s * (exchanges if n in exchanged else computation) for n, s in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class _Work:
@@ -276,7 +281,7 @@ def predict_seconds(
     replicas = layout.shares if layout.partitioning != "none" else 1
     update_bandwidth = hardware.update_bandwidth or hardware.memory_bandwidth
     local_parameters = facts.parameters - facts.experts + facts.experts / layout.experts
-    return Timing(
+    timing = Timing(
         products=accumulation * work.products,
         attention=accumulation * work.attention,
         memory=accumulation * work.memory,
@@ -290,6 +295,7 @@ def predict_seconds(
         offload=accumulation * copied,
         hidden=hidden,
     )
+    return timing.scaled(hardware.computation_factor, hardware.exchange_factor)
 
 
 def _send_seconds(size: float, crosses_nodes: bool, hardware: Hardware) -> float:

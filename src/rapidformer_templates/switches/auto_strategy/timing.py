@@ -99,6 +99,8 @@ class Hardware:
             multiples of 16 bytes. None means ``tflops``.
         update_bandwidth: GB/s of an update. None means ``memory_bandwidth``.
         exchanges: measured exchanges of the workers of a node, by kind. Other exchanges are computed from the links.
+        computation_factor, exchange_factor: see
+            :class:`~rapidformer_templates.switches.auto_strategy.device_file.PrecisionRates`.
     """
 
     device: str
@@ -120,6 +122,8 @@ class Hardware:
     unaligned_tflops: float | None = None
     update_bandwidth: float | None = None
     exchanges: Mapping[str, ExchangeRate] = field(default_factory=dict, hash=False)
+    computation_factor: float = 1.0
+    exchange_factor: float = 1.0
 
     def lines(self, *, offloads: bool = False) -> list[str]:
         """Return the assumptions as lines for people.
@@ -137,6 +141,8 @@ class Hardware:
             f"{kind} {rate.seconds * 1e6:.0f} µs + bytes / {rate.gbs:.3g} GB/s" for kind, rate in self.exchanges.items()
         ]
         measured = [f"exchanges in a node: {', '.join(exchanges)} (measured)"] if exchanges else []
+        factors = (self.computation_factor, self.exchange_factor)
+        of_steps = "computation in real steps × {:.2f}, exchanges × {:.2f} (measured)".format(*factors)
         return [
             *named,
             f"device memory {self.memory_gb:g} GB per worker ({self.sources['memory_gb']}), "
@@ -148,6 +154,7 @@ class Hardware:
             f"{self.intra_node:g} GB/s per worker inside a node ({self.sources['intra_node']}), "
             f"{self.inter_node:g} GB/s between nodes ({self.sources['inter_node']})",
             *measured,
+            *([of_steps] if factors != (1, 1) else []),
             *host,
         ]
 
@@ -238,12 +245,15 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
     )
     if rates is None:
         return hardware
+    of_precision = rates.precisions[precision]
     return replace(
         hardware,
-        kernel_seconds=rates.precisions[precision].kernel_seconds,
+        kernel_seconds=of_precision.kernel_seconds,
         launch_seconds=rates.launch_seconds,
-        activation_bandwidth=rates.precisions[precision].activation_bandwidth,
+        activation_bandwidth=of_precision.activation_bandwidth,
         update_bandwidth=rates.update_bandwidth,
+        computation_factor=of_precision.computation_factor,
+        exchange_factor=of_precision.exchange_factor,
     )
 
 
