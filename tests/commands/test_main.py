@@ -59,7 +59,8 @@ def test_the_short_help_has_the_usual_flags_and_the_long_one_all(capsys: pytest.
         (
             "plan",
             {"--help", "--json", "--yaml", "--world-size", "--local-world-size", "--device-kind", "--device-file"}
-            | {"--tokens", "--price-per-hour", "--disk-gb-per-second", "--compare", "--plot", "--search-cache"},
+            | {"--tokens", "--price-per-hour", "--disk-gb-per-second", "--compare", "--plot", "--search-cache"}
+            | {"--engine-memory"},
         ),
         ("doctor", {"--help", "--json", "--build"}),
         ("switches", {"--help", "--markdown"}),

@@ -90,6 +90,9 @@ class PlanFlags:
     plot: str | None = flag(
         None, "picture of the sizes of --world-size, with --auto-strategy: a .png, .svg or .pdf file", metavar="FILE"
     )
+    engine_memory: bool = flag(
+        False, "predict the memory with the engine itself, which trains two steps on tensors without data"
+    )
     search_cache: bool = flag(True, "reuse the result of an equal search with --auto-strategy")
 
     @property
@@ -99,9 +102,10 @@ class PlanFlags:
 
     @property
     def terms(self) -> TrainingTerms | None:
-        """The terms of the whole training. None if the flags ask for nothing about it."""
+        """The terms of the whole training. None if the flags ask for no prediction."""
         terms = (self.tokens, self.price_per_hour, self.disk_gb_per_second)
-        return TrainingTerms(*terms) if any(value is not None for value in terms) else None
+        is_asked = self.engine_memory or any(value is not None for value in terms)
+        return TrainingTerms(*terms) if is_asked else None
 
     def check(self, config: RunConfig) -> None:
         """Check that these flags agree with one another and with the training command.
@@ -132,6 +136,9 @@ class PlanFlags:
             raise ConfigError(f"--plot cannot write '{self.plot}'", where="command line", hint=hint)
         if self.compare and not config.get("auto_strategy"):
             raise ConfigError("--compare has no effect without --auto-strategy", where="command line")
+        if self.engine_memory and config.get("auto_strategy"):
+            hint = "leave --auto-strategy out, and give the flags of a layout"
+            raise ConfigError("--engine-memory predicts one layout", where="command line", hint=hint)
 
 
 def main(words: Sequence[str]) -> int:
@@ -150,7 +157,14 @@ def main(words: Sequence[str]) -> int:
     if config.launch.user_script:
         raise ConfigError("--user-script is set on the command line", where=config.origin("user_script"))
     checks = [check_task_flags, check_data_flags, check_metric] if config.training.task else []
-    return _show_resolved(config, detected, options, checks)
+    measure = None
+    if options.engine_memory:
+        from rapidformer_templates.trainer import Trainer
+
+        template = Trainer([])
+        template.config = config
+        measure = _engine_measure(template, None)
+    return _show_resolved(config, detected, options, checks, measure=measure)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -252,12 +266,25 @@ def _plan_script(script: str, words: list[str]) -> int:
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
     about_script: AboutScript = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
-    measure = None
-    if source and "build_optimizer" in about_script["hooks"]:
-        from rapidformer_templates.run.engine_on_fake_tensors import memory_of_own_optimizer
-
-        measure = partial(memory_of_own_optimizer, template, source)
+    is_run = options.engine_memory or (source and "build_optimizer" in about_script["hooks"])
+    measure = _engine_measure(template, source) if is_run else None
     return _show_resolved(config, detected, options, checks, about_script, notes, source, measure)
+
+
+def _engine_measure(template: Template, source: ModelSource | None) -> MeasurePlan:
+    """Return a function that runs the engine of a plan on tensors without data.
+
+    Args:
+        source: builds the model. None is the model of the flags.
+    """
+    from rapidformer_templates.run.engine_on_fake_tensors import planned_memory
+    from rapidformer_templates.run.scripts import overridden_hooks
+    from rapidformer_templates.switches.auto_strategy.model_of_flags import FlagModel
+
+    if template.config.training.lr is None:
+        template.config = template.config.replace("plan", lr=1.0)  # the memory does not depend on it
+    where = "build_optimizer()" if "build_optimizer" in overridden_hooks(type(template)) else "--engine-memory"
+    return partial(planned_memory, template, source or FlagModel(template.config), where)
 
 
 Check = Callable[[RunConfig], object]
@@ -285,7 +312,7 @@ def _show_resolved(
 
     Args:
         source: builds the model of a script whose hooks do that.
-        measure: returns the memory of a plan with the script's own optimizer.
+        measure: returns the memory of a plan's own engine.
     """
     options.check(config)
     try:
@@ -317,7 +344,15 @@ def _show_resolved(
     if options.terms:
         from rapidformer_templates.switches.auto_strategy.command import predict_run
 
-        more["prediction"], predicted = predict_run(plan, config, detected, options.terms, source, measure)
+        more["prediction"], predicted = predict_run(
+            plan,
+            config,
+            detected,
+            options.terms,
+            source,
+            measure,
+            own_optimizer=bool(script and "build_optimizer" in script["hooks"]),
+        )
         lines += predicted
     if options.json:
         print(json.dumps({"ok": True, "plan": plan.to_json(), **more}, indent=2))

@@ -60,19 +60,20 @@ class EngineMemory:
     optimizer: int
 
 
-def memory_of_own_optimizer(
-    template: Template, source: PlannedModel, plan: Plan, unpredicted: Container[str] = ()
+def planned_memory(
+    template: Template, source: PlannedModel, where: str, plan: Plan, unpredicted: Container[str] = ()
 ) -> Memory:
-    """Return the memory of the worker that needs most, with the optimizer of the template's ``build_optimizer``.
+    """Return the memory of the worker that needs most, with the engine and the optimizer of the template.
 
     Args:
+        where: the flag or the hook that asks for it, for messages.
         unpredicted: switches whose effect the planner does not predict. They are left out.
 
     Raises:
         ConfigError: the engine or a switch of the plan cannot run on tensors without data.
         ModelError: a hook or a switch needs values.
     """
-    _check_support(plan)
+    _check_support(plan, where)
     plan = replace(plan, switches=tuple(name for name in plan.switches if name not in unpredicted))
     try:
         result = engine_memory(template, plan, source)
@@ -81,15 +82,15 @@ def memory_of_own_optimizer(
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or "it gives no reason"
         raise ModelError(
-            f"the engine cannot be planned with this build_optimizer(): {type(error).__name__}: {reason}",
-            where="build_optimizer()",
+            f"the engine cannot train on tensors without data: {type(error).__name__}: {reason}",
+            where=where,
             hint="the planner runs a step on tensors that have shapes but no values: the optimizer may read none",
         ) from error
     rest = result.peak - result.parameters - result.gradients - result.optimizer
     return Memory(result.parameters, result.gradients, result.optimizer, buffers=0, activations=rest)
 
 
-def _check_support(plan: Plan) -> None:
+def _check_support(plan: Plan, where: str) -> None:
     if plan.engine.endswith(":DeepSpeedEngine"):
         subject = "DeepSpeed's engine"
         hint = "--use-distributed-optimizer and --fsdp-memory-optimization have own engines"
@@ -97,11 +98,7 @@ def _check_support(plan: Plan) -> None:
         subject, hint = OFFLOADED, "plan without it: the result is an upper bound of the memory of the device"
     else:
         return
-    raise ConfigError(
-        f"{subject} cannot be planned with your own build_optimizer(): it needs values, not only shapes",
-        where="build_optimizer()",
-        hint=hint,
-    )
+    raise ConfigError(f"{subject} needs values, so it cannot run on tensors without data", where=where, hint=hint)
 
 
 def engine_memory(template: Template, plan: Plan, source: PlannedModel, blocks: int | None = None) -> EngineMemory:

@@ -17,7 +17,7 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.errors import ConfigError, ModelError
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.run.engine_on_fake_tensors import engine_memory, memory_of_own_optimizer
+from rapidformer_templates.run.engine_on_fake_tensors import engine_memory, planned_memory
 from rapidformer_templates.run.planned_model import HookModel
 from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
@@ -176,7 +176,7 @@ def test_a_run_with_an_own_optimizer_needs_what_its_engine_needs_on_fake_tensors
     words = f"--device cpu --lr 1e-3 --train-iters {STEPS} --no-save {flags}".split()
     job = OwnOptimizer(words)
     plan = resolve(job.config, detect("Trainer", "test", device="cpu", world_size=workers))
-    memory = memory_of_own_optimizer(job, HookModel(job, FlagModel), plan)
+    memory = planned_memory(job, HookModel(job, FlagModel), "build_optimizer()", plan)
 
     kind = MeasuredOptimizer
     ranks = [run(None, words, kind)] if workers == 1 else run_in_workers(workers, run, words, kind)
@@ -204,8 +204,8 @@ def test_the_engine_of_a_plan_for_gpus_uses_their_kernels(more: list[str], tmp_p
 def test_layouts_that_an_own_optimizer_cannot_be_planned_for_are_refused() -> None:
     job = OwnOptimizer(["--device", "cpu", "--lr", "1", "--no-save", "--zero-2-memory-optimization"])
     plan = resolve(job.config, detect("Trainer", "test", device="cpu", world_size=2))
-    with pytest.raises(ConfigError, match="DeepSpeed's engine cannot be planned with your own build_optim") as caught:
-        memory_of_own_optimizer(job, HookModel(job, FlagModel), plan)
+    with pytest.raises(ConfigError, match="DeepSpeed's engine needs values") as caught:
+        planned_memory(job, HookModel(job, FlagModel), "build_optimizer()", plan)
     assert "--use-distributed-optimizer" in str(caught.value.hint)
 
 

@@ -192,12 +192,15 @@ def predict_run(
     terms: TrainingTerms,
     source: ModelSource | None = None,
     measure: MeasurePlan | None = None,
+    *,
+    own_optimizer: bool = False,
 ) -> tuple[dict[str, object], list[str]]:
     """Return the prediction for a plan's own layout, as JSON and as lines for people.
 
     Args:
         source: builds the model. The default is the model of the flags.
-        measure: returns the memory of training with an optimizer that the flags do not describe.
+        measure: returns the memory of the plan's own engine. The default predicts it by rules.
+        own_optimizer: whether a script builds an optimizer that the flags do not describe.
 
     Raises:
         ModelError: the model cannot be built.
@@ -214,6 +217,7 @@ def predict_run(
     memory = None
     if measure:
         memory = measure(plan, [each.switch for each in unknown if "activations" in each.kinds])
+    if own_optimizer:
         as_if = f"the update takes the seconds, and a checkpoint the space, that {plan.optimizer} needs"
         unknown = (*unknown, Unknown("build_optimizer()", ("time",), as_if))
     candidate = one.predict(layout_of(plan), setting, memory)
@@ -221,13 +225,15 @@ def predict_run(
     training = train_with(candidate, config, environment, terms, one.totals())
     as_json = {
         **layout_to_json(candidate, training),
+        "memory_from": "engine" if measure else "rules",
         "constraint": constraint,
         "assumed": hardware.lines(offloads=candidate.layout.offload),
         "not_predicted": [vars(kinds) for kinds in unknown],
     }
+    how = ", from a run of its engine on tensors without data" if measure else ""
     lines = [
         f"predicted: {candidate.timing.total:.3g} s per step, {candidate.needed_gb:.1f} of {hardware.memory_gb:g} GB "
-        "per worker, including the allowance",
+        f"per worker, including the allowance{how}",
         *([f"  does not fit: {constraint}"] if constraint else []),
         where_the_step_goes(candidate.timing),
         *training.lines(environment, terms),
