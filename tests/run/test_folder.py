@@ -161,6 +161,17 @@ def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monk
     assert seen == {True, False}
 
 
+def test_parts_of_checkpoints_are_removed_even_if_no_save_follows(tmp_path: Path) -> None:
+    """A run that was killed while it deleted an older checkpoint, after the last one was complete."""
+    words = [*FLAGS, "--train-iters", "1", "--save", str(tmp_path)]
+    Line(words).fit()
+    part = tmp_path / "checkpoints" / "step-0.tmp"
+    part.mkdir()
+    (part / "index.json").write_text("{}")
+    Line([*words, "--resume"]).fit()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-1"]
+
+
 class _Nothing:
     """An engine without parameters."""
 

@@ -153,6 +153,8 @@ class RunFolder:
                 sync(self.path)
                 shutil.rmtree(trash, ignore_errors=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
+            for unfinished in self.checkpoints.glob("step-*.tmp"):  # a run was killed here while it wrote or deleted
+                shutil.rmtree(unfinished, ignore_errors=True)
             launch = os.environ.get(TORCHRUN_ID)
             write_json(self.plan, {**plan, "torchrun": launch} if launch else plan)
             if "deepspeed" in plan["engine_options"]:
