@@ -203,10 +203,10 @@ def _beside(
                 )
             ]
         case "zero-3":
-            # Whole parameters (all of them, up to 10^9 elements), and their receive buffers.
+            # Whole parameters: all of them, up to 10^9 elements.
             everything = model.all_parameters.values()
             gathered = sum(p.bytes_in(width) for p in everything if (p.code_bytes or p.count) > setting.how.kept_whole)
-            return [MemorySnapshot(alone, states.gradients, bucket + 2 * gathered)]
+            return [MemorySnapshot(alone, states.gradients, bucket + gathered)]
     raise KeyError(layout.partitioning)
 
 
