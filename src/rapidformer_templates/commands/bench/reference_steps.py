@@ -135,8 +135,8 @@ def predict_steps(file: Path, device: str, precision: str, workers: int) -> dict
     model, timings = ReferenceModel(scale_of(device)), {}
     for name, words in reference_flags(device, precision, workers).items():
         config = REGISTRY.complete(parse(words, REGISTRY.options()))
-        here = detect("Trainer", "calibrate", device=device, world_size=workers)
-        environment = replace(here, device_file=str(file))
+        machine = detect("Trainer", "calibrate", device=device, world_size=workers)
+        environment = replace(machine, device_file=str(file))
         plan = resolve(config, environment)
         subject = Subject(config, plan, gpu=device != "cpu", source=model)
         search = Search(config, environment, subject, find_hardware(environment, precision))
