@@ -187,7 +187,11 @@ def _beside(
     bucket = setting.bucket * width
     match layout.partitioning:
         case "none" | "oss" if layout.replicas > 1:
-            return [MemorySnapshot(alone, states.gradients, 0)]  # only in DDP's buckets
+            missing = 0  # gradients are in DDP's buckets, but those of divided experts only when they are finished
+            if layout.experts > 1 and not later:
+                experts = (facts for facts in model.parameters.values() if facts.is_expert)
+                missing = width * sum(facts.among(layout.experts).count for facts in experts)
+            return [MemorySnapshot(alone, states.gradients - missing * (whole - finished_bytes) // whole, 0)]
         case "none" | "oss" | "oss-sdp":
             return [MemorySnapshot(alone, finished_bytes, 0)] + ([MemorySnapshot(alone, whole, 0)] if later else [])
         case "zero-1" if later:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -13,7 +13,7 @@ from rapidformer_templates.planning.optimizer_states import BF16, FP32, Paramete
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
-from rapidformer_templates.switches.auto_strategy.trace import Pass, Phase, StagePart, largest_passes
+from rapidformer_templates.switches.auto_strategy.trace import Pass, Segment, StagePart, largest_passes
 
 
 @dataclass(frozen=True)
@@ -242,10 +242,11 @@ class Stage:
                 most[kind] = (others, each)
         snapshots: list[MemorySnapshot] = []
         for others, each in most.values():
-            part, left, added_up = parts[each.part], 0, self._added_up_elsewhere(each)
-            for phase, alone in part.phases(forward=each.is_forward):
-                leaving = bisect_right(self._leaving[each.part].complete, phase.finished - part.head_gradients)
-                snapshots.append(self._moment(phase, alone + others, each, added_up, left, leaving))
+            left, added_up = 0, self._added_up_elsewhere(each)
+            for segment in parts[each.part].segments(forward=each.is_forward):
+                segment, complete = segment.beside(others), self._leaving[each.part].complete
+                leaving = bisect_right(complete, segment.finished)
+                snapshots += self._moments_of(segment, each, added_up, left, leaving)
                 left = leaving
         after = self._after
         if self._sums_early:
@@ -304,34 +305,40 @@ class Stage:
         tied = (everything[name] for name in shared if len(self.model.ends_of(name)) > 1)
         return self._bytes_of(tied, BF16)
 
-    def _moment(
-        self, phase: Phase, activations: int, each: Pass, others: int, left: int, leaving: int
-    ) -> MemorySnapshot:
-        """Memory in a phase of a pass.
+    def _moments_of(
+        self, segment: Segment, each: Pass, others: int, left: int, leaving: int
+    ) -> Iterator[MemorySnapshot]:
+        """Yield memory in a segment of a pass: while complete buckets are packed at its begin, and after that.
 
         Args:
             others: bytes of gradients that other parts have from earlier micro batches.
-            left, leaving: number of the part's buckets that are complete at the start and at the end of the phase.
+            left, leaving: number of the part's buckets that were complete before, and that are complete.
         """
-        adds = each.part in each.added
-        unfinished = phase.peak - phase.peak_without_gradients
+        adds, unfinished = each.part in each.added, segment.finished
         if self.coordinates.experts > 1:  # a trace has all experts
             own, everything = self._elements
             unfinished = unfinished * own // everything
         if each.is_forward or not self._exchanges(each):
             gradients = self._added_up(each.part, each) if adds else unfinished
-            return self._beside_states(activations, others + gradients, 0)
+            yield self._beside_states(segment.peak, others + gradients, 0)
+            return
         traffic, unshared = self._leaving[each.part], self._unshared[each.part]
         summed = adds and not self._sums_early
-        gradients = self._sums[each.part] if summed else unfinished
-        if self._is_sharded:  # packed gradients are freed, and gradients without an earlier sum have 16 bits
-            waiting = max(0, gradients - traffic.sums[left] - unshared)
-            if not summed:
-                waiting = waiting * self._narrow_bytes // sum(self._sums)
-            gradients = waiting + traffic.shares[-1 if adds and self._sums_early else leaving] + unshared
-        flights = (1 if left or each.summed else 0) + (1 if leaving > left else 0)
-        begun = [*traffic.largest[leaving], *(size for part in each.summed for size in self._leaving[part].largest[-1])]
-        return self._beside_states(activations, others + gradients, self._on_their_way(begun, flights))
+
+        def moment(activations: int, packed: int, flights: int) -> MemorySnapshot:
+            gradients = self._sums[each.part] if summed else unfinished
+            if self._is_sharded:  # packed gradients are freed, and gradients without an earlier sum have 16 bits
+                waiting = max(0, gradients - traffic.sums[packed] - unshared)
+                if not summed:
+                    waiting = waiting * self._narrow_bytes // sum(self._sums)
+                gradients = waiting + traffic.shares[-1 if adds and self._sums_early else leaving] + unshared
+            begun = (*traffic.largest[leaving], *(s for part in each.summed for s in self._leaving[part].largest[-1]))
+            return self._beside_states(activations, others + gradients, self._on_their_way(begun, flights))
+
+        pending = 1 if left or each.summed else 0
+        if leaving > left:
+            yield moment(segment.begin, left, pending + 1)
+        yield moment(segment.peak, leaving, 1 if leaving or each.summed else 0)
 
     @cached_property
     def _elements(self) -> tuple[int, int]:

@@ -41,6 +41,25 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """A part of a phase, from one finished gradient to the next.
+
+    Attributes:
+        begin: bytes alive at its begin, without finished gradients.
+        peak: highest number of these bytes.
+        finished: bytes of finished gradients.
+    """
+
+    begin: int
+    peak: int
+    finished: int
+
+    def beside(self, alive: int, finished: int = 0) -> Segment:
+        """Return this segment with more bytes alive, and with more gradients finished before."""
+        return Segment(self.begin + alive, self.peak + alive, self.finished + finished)
+
+
+@dataclass(frozen=True)
 class Phase:
     """A part of the step, such as the forward of one block.
 
@@ -52,6 +71,7 @@ class Phase:
         peak_without_gradients: the same without finished gradients.
         peak_beside_earlier: the same without gradients that were finished when the phase began.
         end: bytes alive at its end, without finished gradients.
+        segments: its parts between finished gradients, in order.
         products: its matrix products and attention kernels, in order.
         launches: number of its other operations.
         after_first_gradient: whether a parameter has its gradient when the phase begins.
@@ -69,6 +89,7 @@ class Phase:
     peak_without_gradients: int
     peak_beside_earlier: int
     end: int
+    segments: tuple[Segment, ...] = ()
     products: tuple[Product, ...] = ()
     launches: int = 0
     after_first_gradient: bool = False
@@ -158,8 +179,12 @@ class Trace:
         def products_between(a: Phase, b: Phase) -> tuple[Product, ...]:
             return tuple(replace(x, **between(x, y, sizes)) for x, y in zip(a.products, b.products, strict=True))
 
+        def segments_between(a: Phase, b: Phase) -> tuple[Segment, ...]:
+            pairs = zip(a.segments, b.segments, strict=True)
+            return tuple(replace(x, **between(x, y, ("begin", "peak"))) for x, y in pairs)
+
         phases = [
-            replace(a, products=products_between(a, b), **between(a, b, amounts))
+            replace(a, segments=segments_between(a, b), products=products_between(a, b), **between(a, b, amounts))
             for a, b in zip(self.phases, other.phases, strict=True)
         ]
         return replace(self, phases=tuple(phases), **between(self, other, ("hidden", "kept_output")))
@@ -198,6 +223,9 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
         alive = saved if last <= i <= backward[0] else 0
         finished = gradients if i > backward[1] else 0
         times = 1
+        segments = [segment.beside(saved if middle <= i <= backward[1] else 0, finished) for segment in phase.segments]
+        if i == backward[1] and missing > 0:  # and the last of the blocks that it represents
+            segments += [segment.beside(0, gradients) for segment in phase.segments]
         if i in (middle, backward[1]):  # this phase also represents the missing blocks
             alive, times = saved, 1 + missing
             finished = max(gradients - saved, 0) if i == backward[1] and missing > 0 else 0
@@ -208,6 +236,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 peak_without_gradients=phase.peak_without_gradients + alive,
                 peak_beside_earlier=phase.peak_beside_earlier + alive,
                 end=phase.end + (alive if i < backward[0] else 0),
+                segments=tuple(segments),
                 finished=phase.finished + (gradients if i >= backward[1] else 0),
                 products=tuple(replace(product, times=times) for product in phase.products),
                 launches=phase.launches * times,
@@ -380,14 +409,14 @@ class StagePart:
         first = next((i for i, phase in enumerate(phases) if phase.name == "backward"), 0)
         return phases[first - 1].finished if first else 0
 
-    def phases(self, *, forward: bool) -> list[tuple[Phase, int]]:
-        """Return the phases of its forwards or backwards, with their bytes beyond the states and finished gradients."""
-        return [(phase, alone) for is_forward, phase, alone in self._own_phases if is_forward is forward]
+    def segments(self, *, forward: bool) -> list[Segment]:
+        """Return the segments of its forwards or backwards. Their gradients are only those of this part."""
+        return [segment for is_forward, segment in self._own_segments if is_forward is forward]
 
     @cached_property
-    def _own_phases(self) -> list[tuple[bool, Phase, int]]:
-        """The phases of this part. The first value is whether a phase belongs to the forward."""
-        own: list[tuple[bool, Phase, int]] = []
+    def _own_segments(self) -> list[tuple[bool, Segment]]:
+        """The segments of this part. The first value is whether a segment belongs to the forward."""
+        own: list[tuple[bool, Segment]] = []
         phases, input_bytes, released_casts = self.trace.phases, 0, 0
         if not self.is_first:
             input_bytes = self.trace.hidden  # it arrives in place of the embedding
@@ -397,8 +426,9 @@ class StagePart:
         for number, phase in enumerate(phases):
             is_forward = phase.name in ("begin", "forward", "head")
             if self._has(number):
-                others = self.tied_bytes if phase.name in BACKWARD else 0
-                own.append((is_forward, phase, phase.peak_without_gradients + input_bytes + released_casts - others))
+                alive = input_bytes + released_casts - (self.tied_bytes if phase.name in BACKWARD else 0)
+                finished = 0 if is_forward else -self.head_gradients
+                own += [(is_forward, segment.beside(alive, finished)) for segment in phase.segments]
             if phase.name == "backward" and self.shares_casts:
                 released_casts += casts_by_stack[phase.stack]
         return own

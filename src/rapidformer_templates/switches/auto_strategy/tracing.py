@@ -38,7 +38,7 @@ from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.fake_kernels import run
 from rapidformer_templates.switches.auto_strategy.stand_ins import DATA_DEPENDENT_OPS, GROUPED_PRODUCT, answer
-from rapidformer_templates.switches.auto_strategy.trace import Phase, Product, Trace
+from rapidformer_templates.switches.auto_strategy.trace import Phase, Product, Segment, Trace
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
 from rapidformer_templates.switches.offload_activations.offloader import Counts, Offloader, Wait
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
@@ -184,7 +184,8 @@ class _TraceWatch(LiveStorages):
         self._sum_type = sum_type
         self._sums: list[torch.Tensor] = []
         self._phase: tuple[str, tuple[str, int] | None] = ("begin", None)
-        self._without = 0
+        self._segments: list[Segment] = []
+        self._begin = self._peak_without = self._finished_at_begin = 0
         self._products: list[Product] = []
         self._launches = 0
         self._has_gradient = False
@@ -211,8 +212,8 @@ class _TraceWatch(LiveStorages):
             self._casts.add(id(result.untyped_storage()))
             self._weights.add(id(result.untyped_storage()))
         without = self.live - self.finished
-        if without > self._without:
-            self._without = without
+        if without > self._peak_without:
+            self._peak_without = without
         if product := product_of(func, args, kwargs, result, self._weights):
             self._products.append(product)
         elif not func.is_view:
@@ -221,19 +222,25 @@ class _TraceWatch(LiveStorages):
 
     def enter(self, name: str, stack: tuple[str, int] | None = None) -> None:
         """End the current phase and begin another."""
-        now = self.live - self.finished
-        without = max(self._without, now)
+        self._begin_segment()
+        now, without = self._begin, max(segment.peak for segment in self._segments)
         sizes = (self.peak, without, self.peak - self._finished_before, now)
         begun, sent = self._has_gradient, self.counts.sent - self._sent
         self._sent = self.counts.sent
         phase = Phase(*self._phase, *sizes, after_first_gradient=begun, finished=self.finished, sent=sent)
-        self.phases.append(replace(phase, products=tuple(self._products), launches=self._launches))
+        segments, products = tuple(self._segments), tuple(self._products)
+        self.phases.append(replace(phase, segments=segments, products=products, launches=self._launches))
         self._has_gradient = self.finished > 0 or name == "reduce"
         self._phase = (name, stack)
         self._finished_before = self.finished
         self.reset_peak()
-        self._without = now
-        self._products, self._launches = [], 0
+        self._segments, self._products, self._launches = [], [], 0
+
+    def _begin_segment(self) -> None:
+        """End the current segment and begin another."""
+        self._segments.append(Segment(self._begin, self._peak_without, self._finished_at_begin))
+        self._begin = self._peak_without = self.live - self.finished
+        self._finished_at_begin = self.finished
 
     def turn(self) -> None:
         """End the forward. Everything alive now is kept for the backward."""
@@ -269,10 +276,11 @@ class _TraceWatch(LiveStorages):
         gradient = local_part(parameter.grad)
         if self._sum_type is None or gradient.dtype == torch.float32:
             self.finished += gradient.untyped_storage().nbytes()
-            return
-        self.finished += gradient.numel() * self._sum_type.itemsize
-        self._sums.append(gradient.to(self._sum_type))
-        parameter.grad = None
+        else:
+            self.finished += gradient.numel() * self._sum_type.itemsize
+            self._sums.append(gradient.to(self._sum_type))
+            parameter.grad = None
+        self._begin_segment()
 
 
 class _NoMemory:
