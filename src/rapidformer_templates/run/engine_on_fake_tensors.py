@@ -6,7 +6,7 @@ memory. Nothing is computed.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,8 @@ from rapidformer_templates.engines.receipt import bytes_by_kind
 from rapidformer_templates.errors import ConfigError, ModelError, RapidformerError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.switch import Resource
 from rapidformer_templates.run.building import build_engine
 from rapidformer_templates.run.run import Run, Template
 from rapidformer_templates.switches.auto_strategy.fake_world import counted_engine, known_links, lone_worker
@@ -60,21 +62,21 @@ class EngineMemory:
     optimizer: int
 
 
-def planned_memory(
-    template: Template, source: PlannedModel, where: str, plan: Plan, unpredicted: Container[str] = ()
-) -> Memory:
+def planned_memory(template: Template, source: PlannedModel, where: str, plan: Plan) -> Memory:
     """Return the memory of the worker that needs most, with the engine and the optimizer of the template.
+
+    Switches that compile the graph are left out: they need values, and the planner does not predict their effect.
 
     Args:
         where: the flag or the hook that asks for it, for messages.
-        unpredicted: switches whose effect the planner does not predict. They are left out.
 
     Raises:
         ConfigError: the engine or a switch of the plan cannot run on tensors without data.
         ModelError: a hook or a switch needs values.
     """
     _check_support(plan, where)
-    plan = replace(plan, switches=tuple(name for name in plan.switches if name not in unpredicted))
+    eager = (name for name in plan.switches if Resource.GRAPH not in REGISTRY[name].claims)
+    plan = replace(plan, switches=tuple(eager))
     try:
         result = engine_memory(template, plan, source)
     except RapidformerError:

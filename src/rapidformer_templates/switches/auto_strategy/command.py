@@ -54,8 +54,8 @@ class NothingFits(RapidformerError):
     """No layout of the workers fits the model."""
 
 
-MeasurePlan: TypeAlias = Callable[[Plan, Sequence[str]], Memory]
-"""Runs the engine of a plan on tensors without data, without some switches, and returns the memory that it needs."""
+MeasurePlan: TypeAlias = Callable[[Plan], Memory]
+"""Runs the engine of a plan on tensors without data, and returns the memory that it needs."""
 
 Subjects: TypeAlias = "dict[tuple[str, ...], Subject]"
 """Traced models of earlier searches, by the switches that change them."""
@@ -214,12 +214,10 @@ def predict_run(
     one = Search(config, environment, subject, hardware)
     setting = memory_options_of(plan, one.subject.shapes.width)
     unknown = one.unknown()
-    memory = None
-    if measure:
-        memory = measure(plan, [each.switch for each in unknown if "activations" in each.kinds])
     if own_optimizer:
         as_if = f"the update takes the seconds, and a checkpoint the space, that {plan.optimizer} needs"
         unknown = (*unknown, Unknown("build_optimizer()", ("time",), as_if))
+    memory = measure(plan) if measure else None
     candidate = one.predict(layout_of(plan), setting, memory)
     constraint = one.constraint(candidate.memory, candidate.setup, setting)
     training = train_with(candidate, config, environment, terms, one.totals())
