@@ -250,3 +250,10 @@ def test_chunks_of_a_share_of_the_words_are_in_the_trace(sequence_parallel: bool
     predicted = model.trace(variant)
     assert predicted.peak == pytest.approx(live.peak, rel=0.002)
     assert predicted.peak < 0.99 * plain.trace(variant).peak
+
+
+def test_tensors_without_memory_do_not_count() -> None:
+    """DeepSpeed keeps one on the meta device for each parameter, to know its shape."""
+    with LiveStorages() as live:
+        shape, values = torch.zeros(1000, device="meta"), torch.zeros(10)
+    assert live.live == values.nbytes < shape.nbytes

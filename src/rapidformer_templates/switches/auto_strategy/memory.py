@@ -196,16 +196,13 @@ def _beside(
             return [MemorySnapshot(alone, finished_bytes, 0)] + ([MemorySnapshot(alone, whole, 0)] if later else [])
         case "zero-1" if later:
             # Accumulated gradients are whole and separate from new ones. The bucket exists from the first one on.
-            return [MemorySnapshot(alone, whole, bucket + (whole if phase.after_first_gradient else 0))]
+            return [MemorySnapshot(phase.peak, whole, bucket)]
         case "zero-1" | "zero-2":
-            # From the first gradient on, there are the bucket and the parameters' gradients until they are freed.
             begun = phase.after_first_gradient
             added_up = states.gradients if layout.partitioning == "zero-2" and later else 0
-            return [
-                MemorySnapshot(
-                    phase.peak if begun and not later else alone, 2 * added_up, bucket + whole if begun else 0
-                )
-            ]
+            if not begun:
+                return [MemorySnapshot(alone, added_up, 0)]
+            return [MemorySnapshot(alone if later else phase.peak, 2 * added_up, bucket)]
         case "zero-3":
             # Whole parameters: all of them, up to 10^9 elements.
             everything = model.all_parameters.values()

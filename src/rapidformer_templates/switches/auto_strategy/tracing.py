@@ -84,7 +84,9 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def track(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor if it is new."""
+        """Count the storage of a tensor if it is new. Tensors on the meta device have no memory."""
+        if tensor.device.type == "meta":
+            return
         storage = local_part(tensor).untyped_storage()
         if id(storage) not in self._sizes:
             self._watch(storage, storage.nbytes())
