@@ -139,7 +139,7 @@ CASES = [
     (1, "--micro-batch-size 8 --mixed-precision bf16 --keep-fp32-parameters"),
     (2, "--micro-batch-size 4 --global-batch-size 16 --pipeline-model-parallel-size 2"),
     (2, "--micro-batch-size 8"),
-    (2, "--micro-batch-size 4 --zero-1-memory-optimization"),
+    (2, "--micro-batch-size 4 --global-batch-size 16 --zero-1-memory-optimization"),
 ]
 
 

@@ -199,10 +199,9 @@ def _beside(
             return [MemorySnapshot(phase.peak, whole, bucket)]
         case "zero-1" | "zero-2":
             begun = phase.after_first_gradient
-            added_up = states.gradients if layout.partitioning == "zero-2" and later else 0
-            if not begun:
-                return [MemorySnapshot(alone, added_up, 0)]
-            return [MemorySnapshot(alone if later else phase.peak, 2 * added_up, bucket)]
+            if later:  # ZeRO-2 has shares: of earlier micro batches, and from the first gradient on those of this one
+                return [MemorySnapshot(alone, (1 + begun) * states.gradients, bucket if begun else 0)]
+            return [MemorySnapshot(phase.peak if begun else alone, 0, bucket if begun else 0)]
         case "zero-3":
             # Whole parameters: all of them, up to 10^9 elements.
             everything = model.all_parameters.values()
