@@ -237,7 +237,8 @@ class TransformersTrainer:
 
     def outcome(self, folder: Path) -> Outcome:
         final = folder / f"checkpoint-{self._steps}"
-        history = json.loads((final / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+        state = final / "trainer_state.json"  # a kill in the last save may leave a run without it
+        history = json.loads(state.read_text(encoding="utf-8"))["log_history"] if state.exists() else []
         timings = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
         return {
             "log_history": [{k: v for k, v in line.items() if k not in timings} for line in history],
@@ -247,7 +248,12 @@ class TransformersTrainer:
 
 
 def _contents(path: Path) -> list[tuple[str, Any]]:
-    """Return the contents of a safetensors file, bit for bit. The metadata are sorted: their order varies."""
+    """Return the contents of a safetensors file, bit for bit. The metadata are sorted: their order varies.
+
+    The list is empty if there is no file.
+    """
+    if not path.exists():
+        return []
     with safe_open(path, "pt") as file:
         tensors = [(name, file.get_tensor(name).numpy().tobytes()) for name in sorted(file.keys())]
         return [*sorted((file.metadata() or {}).items()), *tensors]

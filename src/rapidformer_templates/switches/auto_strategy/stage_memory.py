@@ -13,7 +13,7 @@ from rapidformer_templates.planning.optimizer_states import BF16, FP32, Paramete
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
-from rapidformer_templates.switches.auto_strategy.trace import Pass, Segment, StagePart, largest_passes
+from rapidformer_templates.switches.auto_strategy.trace import Pass, PhaseSegment, StagePart, largest_passes
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Stage:
         for others, each in most.values():
             left, added_up = 0, self._added_up_elsewhere(each)
             for segment in parts[each.part].segments(forward=each.is_forward):
-                segment, complete = segment.beside(others), self._leaving[each.part].complete
+                segment, complete = segment.with_more(others), self._leaving[each.part].complete
                 leaving = bisect_right(complete, segment.finished)
                 snapshots += self._moments_of(segment, each, added_up, left, leaving)
                 left = leaving
@@ -306,7 +306,7 @@ class Stage:
         return self._bytes_of(tied, BF16)
 
     def _moments_of(
-        self, segment: Segment, each: Pass, others: int, left: int, leaving: int
+        self, segment: PhaseSegment, each: Pass, others: int, left: int, leaving: int
     ) -> Iterator[MemorySnapshot]:
         """Yield memory in a segment of a pass: while complete buckets are packed at its begin, and after that.
 

@@ -41,7 +41,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Segment:
+class PhaseSegment:
     """A part of a phase, from one finished gradient to the next.
 
     Attributes:
@@ -54,9 +54,9 @@ class Segment:
     peak: int
     finished: int
 
-    def beside(self, alive: int, finished: int = 0) -> Segment:
+    def with_more(self, alive: int, finished: int = 0) -> PhaseSegment:
         """Return this segment with more bytes alive, and with more gradients finished before."""
-        return Segment(self.begin + alive, self.peak + alive, self.finished + finished)
+        return PhaseSegment(self.begin + alive, self.peak + alive, self.finished + finished)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Phase:
     peak_without_gradients: int
     peak_beside_earlier: int
     end: int
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[PhaseSegment, ...] = ()
     products: tuple[Product, ...] = ()
     launches: int = 0
     after_first_gradient: bool = False
@@ -179,7 +179,7 @@ class Trace:
         def products_between(a: Phase, b: Phase) -> tuple[Product, ...]:
             return tuple(replace(x, **between(x, y, sizes)) for x, y in zip(a.products, b.products, strict=True))
 
-        def segments_between(a: Phase, b: Phase) -> tuple[Segment, ...]:
+        def segments_between(a: Phase, b: Phase) -> tuple[PhaseSegment, ...]:
             pairs = zip(a.segments, b.segments, strict=True)
             return tuple(replace(x, **between(x, y, ("begin", "peak"))) for x, y in pairs)
 
@@ -223,9 +223,11 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
         alive = saved if last <= i <= backward[0] else 0
         finished = gradients if i > backward[1] else 0
         times = 1
-        segments = [segment.beside(saved if middle <= i <= backward[1] else 0, finished) for segment in phase.segments]
+        segments = [
+            segment.with_more(saved if middle <= i <= backward[1] else 0, finished) for segment in phase.segments
+        ]
         if i == backward[1] and missing > 0:  # and the last of the blocks that it represents
-            segments += [segment.beside(0, gradients) for segment in phase.segments]
+            segments += [segment.with_more(0, gradients) for segment in phase.segments]
         if i in (middle, backward[1]):  # this phase also represents the missing blocks
             alive, times = saved, 1 + missing
             finished = max(gradients - saved, 0) if i == backward[1] and missing > 0 else 0
@@ -409,14 +411,14 @@ class StagePart:
         first = next((i for i, phase in enumerate(phases) if phase.name == "backward"), 0)
         return phases[first - 1].finished if first else 0
 
-    def segments(self, *, forward: bool) -> list[Segment]:
+    def segments(self, *, forward: bool) -> list[PhaseSegment]:
         """Return the segments of its forwards or backwards. Their gradients are only those of this part."""
         return [segment for is_forward, segment in self._own_segments if is_forward is forward]
 
     @cached_property
-    def _own_segments(self) -> list[tuple[bool, Segment]]:
+    def _own_segments(self) -> list[tuple[bool, PhaseSegment]]:
         """The segments of this part. The first value is whether a segment belongs to the forward."""
-        own: list[tuple[bool, Segment]] = []
+        own: list[tuple[bool, PhaseSegment]] = []
         phases, input_bytes, released_casts = self.trace.phases, 0, 0
         if not self.is_first:
             input_bytes = self.trace.hidden  # it arrives in place of the embedding
@@ -428,7 +430,7 @@ class StagePart:
             if self._has(number):
                 alive = input_bytes + released_casts - (self.tied_bytes if phase.name in BACKWARD else 0)
                 finished = 0 if is_forward else -self.head_gradients
-                own += [(is_forward, segment.beside(alive, finished)) for segment in phase.segments]
+                own += [(is_forward, segment.with_more(alive, finished)) for segment in phase.segments]
             if phase.name == "backward" and self.shares_casts:
                 released_casts += casts_by_stack[phase.stack]
         return own

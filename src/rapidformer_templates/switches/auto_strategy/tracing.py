@@ -38,7 +38,7 @@ from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.fake_kernels import run
 from rapidformer_templates.switches.auto_strategy.stand_ins import DATA_DEPENDENT_OPS, GROUPED_PRODUCT, answer
-from rapidformer_templates.switches.auto_strategy.trace import Phase, Product, Segment, Trace
+from rapidformer_templates.switches.auto_strategy.trace import Phase, PhaseSegment, Product, Trace
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
 from rapidformer_templates.switches.offload_activations.offloader import Counts, Offloader, Wait
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
@@ -186,7 +186,7 @@ class _TraceWatch(LiveStorages):
         self._sum_type = sum_type
         self._sums: list[torch.Tensor] = []
         self._phase: tuple[str, tuple[str, int] | None] = ("begin", None)
-        self._segments: list[Segment] = []
+        self._segments: list[PhaseSegment] = []
         self._begin = self._peak_without = self._finished_at_begin = 0
         self._products: list[Product] = []
         self._launches = 0
@@ -240,7 +240,7 @@ class _TraceWatch(LiveStorages):
 
     def _begin_segment(self) -> None:
         """End the current segment and begin another."""
-        self._segments.append(Segment(self._begin, self._peak_without, self._finished_at_begin))
+        self._segments.append(PhaseSegment(self._begin, self._peak_without, self._finished_at_begin))
         self._begin = self._peak_without = self.live - self.finished
         self._finished_at_begin = self.finished
 
