@@ -242,12 +242,8 @@ class Stage:
                 most[kind] = (others, each)
         snapshots: list[MemorySnapshot] = []
         for others, each in most.values():
-            left, added_up = 0, self._added_up_elsewhere(each)
-            for segment in parts[each.part].segments(forward=each.is_forward):
-                segment, complete = segment.with_more(others), self._leaving[each.part].complete
-                leaving = bisect_right(complete, segment.finished)
-                snapshots += self._moments_of(segment, each, added_up, left, leaving)
-                left = leaving
+            moments_of = self._exchanging if self._exchanges(each) else self._computing
+            snapshots += moments_of(parts[each.part], each, others, self._added_up_elsewhere(each))
         after = self._after
         if self._sums_early:
             after = [replace(after[0], activations=max(others for others, _ in most.values())), *after[1:]]
@@ -305,40 +301,52 @@ class Stage:
         tied = (everything[name] for name in shared if len(self.model.ends_of(name)) > 1)
         return self._bytes_of(tied, BF16)
 
-    def _moments_of(
-        self, segment: PhaseSegment, each: Pass, others: int, left: int, leaving: int
-    ) -> Iterator[MemorySnapshot]:
-        """Yield memory in a segment of a pass: while complete buckets are packed at its begin, and after that.
+    def _computing(self, part: StagePart, each: Pass, others: int, added_up: int) -> Iterator[MemorySnapshot]:
+        """Yield candidates for the peak of a pass that exchanges no gradients.
 
         Args:
-            others: bytes of gradients that other parts have from earlier micro batches.
-            left, leaving: number of the part's buckets that were complete before, and that are complete.
+            others: bytes of the activations of other micro batches.
+            added_up: bytes of gradients that other parts have from earlier micro batches.
         """
-        adds, unfinished = each.part in each.added, segment.finished
-        if self.coordinates.experts > 1:  # a trace has all experts
-            own, everything = self._elements
-            unfinished = unfinished * own // everything
-        if each.is_forward or not self._exchanges(each):
-            gradients = self._added_up(each.part, each) if adds else unfinished
-            yield self._beside_states(segment.peak, others + gradients, 0)
-            return
-        traffic, unshared = self._leaving[each.part], self._unshared[each.part]
-        summed = adds and not self._sums_early
+        own = self._added_up(each.part, each) if each.part in each.added else None
+        for segment in part.segments(forward=each.is_forward, largest=True):
+            gradients = self._unfinished(segment) if own is None else own
+            yield self._beside_states(segment.peak + others, added_up + gradients, 0)
 
-        def moment(activations: int, packed: int, flights: int) -> MemorySnapshot:
-            gradients = self._sums[each.part] if summed else unfinished
+    def _exchanging(self, part: StagePart, each: Pass, others: int, added_up: int) -> Iterator[MemorySnapshot]:
+        """Yield candidates for the peak of a backward whose gradients go to other replicas. See :meth:`_computing`."""
+        traffic, unshared, adds = self._leaving[each.part], self._unshared[each.part], each.part in each.added
+        summed = adds and not self._sums_early
+        sent_before = [size for other in each.summed for size in self._leaving[other].largest[-1]]
+        early_shares, narrow = adds and self._sums_early, (self._narrow_bytes, sum(self._sums))
+
+        def moment(activations: int, finished: int, packed: int, leaving: int, flights: int) -> MemorySnapshot:
+            gradients = self._sums[each.part] if summed else finished
             if self._is_sharded:  # packed gradients are freed, and gradients without an earlier sum have 16 bits
                 waiting = max(0, gradients - traffic.sums[packed] - unshared)
-                if not summed:
-                    waiting = waiting * self._narrow_bytes // sum(self._sums)
-                gradients = waiting + traffic.shares[-1 if adds and self._sums_early else leaving] + unshared
-            begun = (*traffic.largest[leaving], *(s for part in each.summed for s in self._leaving[part].largest[-1]))
-            return self._beside_states(activations, others + gradients, self._on_their_way(begun, flights))
+                waiting = waiting if summed else waiting * narrow[0] // narrow[1]
+                gradients = waiting + traffic.shares[-1 if early_shares else leaving] + unshared
+            flying = self._on_their_way((*traffic.largest[leaving], *sent_before), flights)
+            return self._beside_states(activations + others, added_up + gradients, flying)
 
-        pending = 1 if left or each.summed else 0
-        if leaving > left:
-            yield moment(segment.begin, left, pending + 1)
-        yield moment(segment.peak, leaving, 1 if leaving or each.summed else 0)
+        left = highest = 0  # buckets that were complete before, and the largest bytes so far
+        room = traffic.shares[-1] + unshared + self._on_their_way((*traffic.largest[-1], *sent_before), 2)
+        for segment in part.segments(forward=False):
+            finished, leaving = self._unfinished(segment), bisect_right(traffic.complete, segment.finished)
+            if segment.peak + (self._sums[each.part] if summed else finished) + room > highest:
+                moments = [moment(segment.peak, finished, leaving, leaving, 1 if leaving or each.summed else 0)]
+                if leaving > left:  # they are packed at its begin
+                    moments.append(moment(segment.begin, finished, left, leaving, 2 if left or each.summed else 1))
+                highest = max(highest, *(one.total - others - added_up for one in moments))
+                yield from moments
+            left = leaving
+
+    def _unfinished(self, segment: PhaseSegment) -> int:
+        """Bytes of the gradients that a segment has finished, if they have no earlier sum."""
+        if self.coordinates.experts == 1:
+            return segment.finished
+        own, everything = self._elements  # a trace has all experts
+        return segment.finished * own // everything
 
     @cached_property
     def _elements(self) -> tuple[int, int]:
@@ -347,8 +355,8 @@ class Stage:
         return sum(facts.count for facts in self.parameters.values()), sum(facts.count for facts in whole)
 
     def _exchanges(self, each: Pass) -> bool:
-        """Whether the gradients of a backward go to other replicas while it runs."""
-        return self._sums_early or (each.is_last and self.layout.replicas > 1)
+        """Whether the gradients of a pass go to other replicas while it runs."""
+        return not each.is_forward and (self._sums_early or (each.is_last and self.layout.replicas > 1))
 
     def _added_up_elsewhere(self, each: Pass) -> int:
         """Bytes of other parts' gradients from earlier micro batches during a pass."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -89,7 +89,7 @@ class Phase:
     peak_without_gradients: int
     peak_beside_earlier: int
     end: int
-    segments: tuple[PhaseSegment, ...] = ()
+    segments: tuple[PhaseSegment, ...] = field(default=(), hash=False)
     products: tuple[Product, ...] = ()
     launches: int = 0
     after_first_gradient: bool = False
@@ -411,9 +411,27 @@ class StagePart:
         first = next((i for i, phase in enumerate(phases) if phase.name == "backward"), 0)
         return phases[first - 1].finished if first else 0
 
-    def segments(self, *, forward: bool) -> list[PhaseSegment]:
-        """Return the segments of its forwards or backwards. Their gradients are only those of this part."""
-        return [segment for is_forward, segment in self._own_segments if is_forward is forward]
+    def segments(self, *, forward: bool, largest: bool = False) -> Sequence[PhaseSegment]:
+        """Return the segments of its forwards or backwards. Their gradients are only those of this part.
+
+        Args:
+            largest: leave out those with a lower peak than a segment with as many finished gradients or more.
+        """
+        return self._largest_segments[forward] if largest else self._segments[forward]
+
+    @cached_property
+    def _segments(self) -> dict[bool, list[PhaseSegment]]:
+        own = self._own_segments
+        return {way: [segment for is_forward, segment in own if is_forward is way] for way in (True, False)}
+
+    @cached_property
+    def _largest_segments(self) -> dict[bool, list[PhaseSegment]]:
+        largest: dict[bool, list[PhaseSegment]] = {True: [], False: []}
+        for way, segments in self._segments.items():
+            for segment in sorted(segments, key=attrgetter("finished", "peak"), reverse=True):
+                if not largest[way] or segment.peak > largest[way][-1].peak:
+                    largest[way].append(segment)
+        return largest
 
     @cached_property
     def _own_segments(self) -> list[tuple[bool, PhaseSegment]]:
