@@ -163,7 +163,7 @@ def main(words: Sequence[str]) -> int:
 
         template = Trainer([])
         template.config = config
-        measure = _engine_measure(template, None)
+        measure = _engine_measure(template, None, "--engine-memory")
     return _show_resolved(config, detected, options, checks, measure=measure)
 
 
@@ -266,24 +266,26 @@ def _plan_script(script: str, words: list[str]) -> int:
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
     about_script: AboutScript = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
-    is_run = options.engine_memory or (source and "build_optimizer" in about_script["hooks"])
-    measure = _engine_measure(template, source) if is_run else None
+    measure = None
+    if source and "build_optimizer" in about_script["hooks"]:
+        measure = _engine_measure(template, source, "build_optimizer()")
+    elif options.engine_memory:
+        measure = _engine_measure(template, source, "--engine-memory")
     return _show_resolved(config, detected, options, checks, about_script, notes, source, measure)
 
 
-def _engine_measure(template: Template, source: ModelSource | None) -> MeasurePlan:
+def _engine_measure(template: Template, source: ModelSource | None, where: str) -> MeasurePlan:
     """Return a function that runs the engine of a plan on tensors without data.
 
     Args:
         source: builds the model. None is the model of the flags.
+        where: the flag or the hook that asks for it, for messages.
     """
     from rapidformer_templates.run.engine_on_fake_tensors import planned_memory
-    from rapidformer_templates.run.scripts import overridden_hooks
     from rapidformer_templates.switches.auto_strategy.model_of_flags import FlagModel
 
     if template.config.training.lr is None:
         template.config = template.config.replace("plan", lr=1.0)  # the memory does not depend on it
-    where = "build_optimizer()" if "build_optimizer" in overridden_hooks(type(template)) else "--engine-memory"
     return partial(planned_memory, template, source or FlagModel(template.config), where)
 
 

@@ -131,7 +131,7 @@ def test_a_file_is_the_only_description(
 def seconds_with(file: Path, layout: Layout, precision: str = "fp32") -> Timing:
     """Predict a block with one product of 10^9 operations, 10^6 bytes of operands and 7 other operations."""
     product = Product(1, 10**3, 500, 10**3, 4, 10**6, 10**9)
-    sizes = {"peak": 0, "peak_without_gradients": 0, "peak_beside_earlier": 0, "end": 0}
+    sizes = {"peak_beside_earlier": 0, "end": 0}
     trace = Trace((Phase("forward", ("", 0), **sizes, products=(product,), launches=7),))
     place = Environment(local_world_size=layout.world, device_file=str(file))
     facts = CommunicationSizes(parameters=10**6, blocks=1, hidden=64, tokens=100)
@@ -153,14 +153,10 @@ def test_the_rates_of_a_file_decide_the_seconds(file: Path) -> None:
 
 
 def test_factors_of_real_steps_multiply_what_is_computed_and_what_is_exchanged(tmp_path: Path) -> None:
-    file, factors = tmp_path / "device.json", {"computation_factor": 1.5, "exchange_factor": 0.5}
-    before, after = (
-        DEVICE,
-        replace(DEVICE, rates=(replace(FOUR, precisions={"fp32": replace(NARROW["fp32"], **factors)}),)),
-    )
-    timings = []
-    for device in (before, after):
-        device.write(file)
+    file, timings = tmp_path / "device.json", []
+    slower = replace(NARROW["fp32"], computation_factor=1.5, exchange_factor=0.5)
+    for rates in (FOUR, replace(FOUR, precisions={"fp32": slower})):
+        replace(DEVICE, rates=(rates,)).write(file)
         timings.append(seconds_with(file, Layout(data=2, pipeline=2, accumulation=2)))
     exchanged = ("tensor", "pipeline", "data", "experts", "hidden")
     expected = {name: (0.5 if name in exchanged else 1.5) * value for name, value in vars(timings[0]).items()}

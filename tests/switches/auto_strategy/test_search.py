@@ -311,7 +311,7 @@ def test_a_divided_sequence_has_fewer_hidden_states(divides: bool, states: float
     ends = [(hidden, 3 * hidden // tensor), (hidden // tensor, hidden), (hidden, hidden), (hidden, hidden)]
     rest = state * 16 // tensor // 4
     products = tuple(Product(1, tokens, k, n, 2, state + rest, 1, times=3) for k, n in ends)
-    sizes = {"peak": 0, "peak_without_gradients": 0, "peak_beside_earlier": 0, "end": 0}
+    sizes = {"peak_beside_earlier": 0, "end": 0}
     trace = Trace((Phase("forward", ("", 0), **sizes, products=products),))
     facts = CommunicationSizes(parameters=0, blocks=1, hidden=hidden, tokens=tokens)
     layout = Layout(tensor=tensor, sequence_parallel=divides)
@@ -324,7 +324,7 @@ def test_stages_wait_for_the_slowest() -> None:
     links = {"memory_bandwidth": 1e12, "intra_node": 200.0, "inter_node": 20.0, "host_link": 20.0}
     hardware = Hardware("cuda", "bf16", 80.0, 100.0, 50.0, 0, context_gb=1.5, sources={}, **links)
     block = Product(1, 1, 1, 1, 2, 0, 10**12, times=8)
-    sizes = {"peak": 0, "peak_without_gradients": 0, "peak_beside_earlier": 0, "end": 0}
+    sizes = {"peak_beside_earlier": 0, "end": 0}
     trace = Trace(
         (
             Phase("forward", ("", 0), **sizes, products=(block,)),

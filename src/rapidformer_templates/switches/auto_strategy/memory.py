@@ -187,11 +187,12 @@ def _beside(
     bucket = setting.bucket * width
     match layout.partitioning:
         case "none" | "oss" if layout.replicas > 1:
-            missing = 0  # gradients are in DDP's buckets, but those of divided experts only when they are finished
+            absent = 0  # DDP's buckets hold all gradients from the beginning, except those of divided experts
             if layout.experts > 1 and not later:
                 experts = (facts for facts in model.parameters.values() if facts.is_expert)
-                missing = width * sum(facts.among(layout.experts).count for facts in experts)
-            return [MemorySnapshot(alone, states.gradients - missing * (whole - finished_bytes) // whole, 0)]
+                absent = width * sum(facts.among(layout.experts).count for facts in experts)
+                absent = absent * (whole - finished_bytes) // whole
+            return [MemorySnapshot(alone, states.gradients - absent, 0)]
         case "none" | "oss" | "oss-sdp":
             return [MemorySnapshot(alone, finished_bytes, 0)] + ([MemorySnapshot(alone, whole, 0)] if later else [])
         case "zero-1" if later:

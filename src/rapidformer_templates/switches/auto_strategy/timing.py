@@ -142,7 +142,7 @@ class Hardware:
         ]
         measured = [f"exchanges in a node: {', '.join(exchanges)} (measured)"] if exchanges else []
         factors = (self.computation_factor, self.exchange_factor)
-        of_steps = "computation in real steps × {:.2f}, exchanges × {:.2f} (measured)".format(*factors)
+        of_steps = ["computation in real steps × {:.2f}, exchanges × {:.2f} (measured)".format(*factors)]
         return [
             *named,
             f"device memory {self.memory_gb:g} GB per worker ({self.sources['memory_gb']}), "
@@ -154,7 +154,7 @@ class Hardware:
             f"{self.intra_node:g} GB/s per worker inside a node ({self.sources['intra_node']}), "
             f"{self.inter_node:g} GB/s between nodes ({self.sources['inter_node']})",
             *measured,
-            *([of_steps] if factors != (1, 1) else []),
+            *(of_steps if factors != (1, 1) else []),
             *host,
         ]
 

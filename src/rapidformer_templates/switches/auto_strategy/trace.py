@@ -67,9 +67,8 @@ class Phase:
         name: ``begin``, a block's ``forward``, ``head``; then back: ``turn``, ``reduce`` (from the first
             finished gradient), a block's ``backward``, ``end``.
         stack: the list of blocks that contains the block, and the index in it; None outside of blocks.
-        peak: peak bytes in the phase without the model's states, but with finished gradients.
-        peak_without_gradients: the same without finished gradients.
-        peak_beside_earlier: the same without gradients that were finished when the phase began.
+        peak_beside_earlier: peak bytes in the phase, without the model's states and without gradients that were
+            finished when it began.
         end: bytes alive at its end, without finished gradients.
         segments: its parts between finished gradients, in order.
         products: its matrix products and attention kernels, in order.
@@ -85,8 +84,6 @@ class Phase:
 
     name: str
     stack: tuple[str, int] | None
-    peak: int
-    peak_without_gradients: int
     peak_beside_earlier: int
     end: int
     segments: tuple[PhaseSegment, ...] = field(default=(), hash=False)
@@ -99,6 +96,16 @@ class Phase:
     sent: int = 0
     blocks: int = 1
     kept_by_each: int = 0
+
+    @cached_property
+    def peak(self) -> int:
+        """Peak bytes without the model's states, but with finished gradients."""
+        return max((segment.peak + segment.finished for segment in self.segments), default=0)
+
+    @cached_property
+    def peak_without_gradients(self) -> int:
+        """Peak bytes without the model's states and finished gradients."""
+        return max((segment.peak for segment in self.segments), default=0)
 
     @property
     def flops(self) -> int:
@@ -172,8 +179,7 @@ class Trace:
             pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
             return {name: a + (b - a) * (micro_batch - first) // (second - first) for name, (a, b) in pairs.items()}
 
-        peaks = ("peak", "peak_without_gradients", "peak_beside_earlier")
-        amounts = (*peaks, "end", "saved", "casts", "sent")
+        amounts = ("peak_beside_earlier", "end", "saved", "casts", "sent")
         sizes = ("batch", "rows", "inner", "columns", "moved", "flops")
 
         def products_between(a: Phase, b: Phase) -> tuple[Product, ...]:
@@ -220,22 +226,15 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
     deeper = []
     for i, phase in enumerate(phases):
         saved = in_forward if i < turn else in_backward
-        alive = saved if last <= i <= backward[0] else 0
+        alive = saved if middle <= i <= backward[1] else 0
         finished = gradients if i > backward[1] else 0
-        times = 1
-        segments = [
-            segment.with_more(saved if middle <= i <= backward[1] else 0, finished) for segment in phase.segments
-        ]
+        times = 1 + missing if i in (middle, backward[1]) else 1  # these also represent the missing blocks
+        segments = [segment.with_more(alive, finished) for segment in phase.segments]
         if i == backward[1] and missing > 0:  # and the last of the blocks that it represents
             segments += [segment.with_more(0, gradients) for segment in phase.segments]
-        if i in (middle, backward[1]):  # this phase also represents the missing blocks
-            alive, times = saved, 1 + missing
-            finished = max(gradients - saved, 0) if i == backward[1] and missing > 0 else 0
         deeper.append(
             replace(
                 phase,
-                peak=phase.peak + alive + finished,
-                peak_without_gradients=phase.peak_without_gradients + alive,
                 peak_beside_earlier=phase.peak_beside_earlier + alive,
                 end=phase.end + (alive if i < backward[0] else 0),
                 segments=tuple(segments),

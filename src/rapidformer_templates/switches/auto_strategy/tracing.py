@@ -225,8 +225,7 @@ class _TraceWatch(LiveStorages):
     def enter(self, name: str, stack: tuple[str, int] | None = None) -> None:
         """End the current phase and begin another."""
         self._begin_segment()
-        now, without = self._begin, max(segment.peak for segment in self._segments)
-        sizes = (self.peak, without, self.peak - self._finished_before, now)
+        sizes = (self.peak - self._finished_before, self._begin)
         begun, sent = self._has_gradient, self.counts.sent - self._sent
         self._sent = self.counts.sent
         phase = Phase(*self._phase, *sizes, after_first_gradient=begun, finished=self.finished, sent=sent)
