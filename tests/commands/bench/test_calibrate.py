@@ -20,6 +20,7 @@ from rapidformer_templates.switches.auto_strategy.device_file import (
 )
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.system.workers import Workers
+from tests.support.selection import by_default
 
 FAST = PrecisionRates(tflops=0.1, kernel_seconds=2e-5, attention_tflops=0.02, activation_bandwidth=4.0)
 SIZES = (2.0**12, 2.0**16, 2.0**20, 2.0**24)
@@ -82,7 +83,7 @@ def test_factors_of_steps_are_recovered() -> None:
     assert fit_factors({"replicas": Timing(products=2.0)}, {"replicas": 3.0}) == (1.5, 1.0)  # nothing is exchanged
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
 def test_the_reference_model_is_predicted_in_each_layout(precision: str, tmp_path: Path) -> None:
     file = tmp_path / "device.json"
     rates = replace(fit_rates([synthetic(1.0)] * 2), precisions=dict.fromkeys(["fp32", "bf16"], FAST))

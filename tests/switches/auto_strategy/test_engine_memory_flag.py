@@ -30,7 +30,7 @@ def prediction(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]
     return predicted
 
 
-@pytest.mark.parametrize("flags", by_default(ENGINES[:2], ENGINES))
+@pytest.mark.parametrize("flags", by_default(ENGINES[:1], ENGINES))
 def test_the_engine_agrees_with_the_rules(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Both are compared with real runs elsewhere: benchmarks/planner.py, and test_own_hooks.py for the engine."""
     by_engine = prediction(capsys, f"{flags} --engine-memory")
