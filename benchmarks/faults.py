@@ -171,6 +171,7 @@ def _notes(report: FaultReport) -> list[str]:
     return [
         f"{report.name}: {report.survived} of {report.kills.total()} kills survived without help, "
         f"{report.identical} of {report.complete} complete runs are identical to the uninterrupted one",
+        f"  slowest end: {report.slowest_end:.1f} s, {report.slowest_kill}",
         *(f"  {count} × could not resume: {text}" for text, count in last_words.most_common()),
         *(f"  differs: {text}" for text in report.different[:5]),
         *(f"  left over: {text}" for text in report.leftovers[:5]),

@@ -91,6 +91,7 @@ class FaultReport:
         complete: Number of complete runs.
         victims: Number of kills by the processes that were killed.
         slowest_end: Longest time in seconds from a kill until all processes of the run had ended.
+        slowest_kill: The run of this kill, what was killed, and what the watched process was doing.
         leftovers: Files that a complete run has left in its folder or the temporary folder, and a run that nobody has
             killed has not. Also processes that have not ended.
     """
@@ -102,6 +103,7 @@ class FaultReport:
     complete: int = 0
     victims: Counter[str] = field(default_factory=Counter)
     slowest_end: float = 0.0
+    slowest_kill: str = ""
     leftovers: list[str] = field(default_factory=list)
 
     @property
@@ -130,6 +132,7 @@ class FaultReport:
             "different": self.different,
             "kills_by_victim": dict(self.victims),
             "slowest_end": self.slowest_end,
+            "slowest_kill": self.slowest_kill,
             "leftovers": self.leftovers,
         }
 
@@ -194,7 +197,9 @@ def _live_through(
             return life.status == 0
         report.kills[life.killed_in] += 1
         report.victims[life.victim] += 1
-        report.slowest_end = max(report.slowest_end, life.end)
+        if life.end > report.slowest_end:
+            report.slowest_end = life.end
+            report.slowest_kill = f"{run.name}: {life.victim or 'process'}, {life.killed_in.name.lower()}"
         if life.survivors:
             report.leftovers.append(f"{run.name}: {life.survivors} processes")
         advance(f"{report.name}: {run.name}")

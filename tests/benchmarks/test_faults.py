@@ -79,7 +79,7 @@ def test_files_that_only_a_killed_run_has_are_leftovers(tmp_path: Path) -> None:
 
     report = run_faults(Stub(OURS), kills=2, folder=tmp_path)
     assert report.leftovers == ["run-1: .tmp/rapidformer-x"]
-    assert (report.slowest_end, report.flawless) == (3.0, False)
+    assert (report.slowest_end, report.slowest_kill, report.flawless) == (3.0, "run-1: process, step", False)
 
 
 def test_moments_cover_the_life_and_half_of_them_the_saves() -> None:
