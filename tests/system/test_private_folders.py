@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import signal
@@ -18,7 +19,13 @@ from rapidformer_templates.run import launch_from_python
 from rapidformer_templates.run.launch_from_python import TEMPLATE
 from rapidformer_templates.run.lock import RunLock
 from rapidformer_templates.system.files import try_writing
-from rapidformer_templates.system.private_folders import check_private, private_folder, remove_leftovers, write_private
+from rapidformer_templates.system.private_folders import (
+    PREFIX,
+    check_private,
+    private_folder,
+    remove_leftovers,
+    write_private,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,13 +77,44 @@ def test_the_folder_of_a_killed_launcher_is_removed_at_the_next_start(temporary:
     assert not list(temporary.glob("rapidformer-*"))
 
 
+@pytest.mark.parametrize("content", [(), ("stdout",)])
+def test_the_rest_of_a_folder_is_removed_whenever_its_launcher_was_killed(
+    content: tuple[str, ...], temporary: Path
+) -> None:
+    """It may have been killed after it had made the folder, or while it removed it."""
+    left = temporary / f"{PREFIX}x"
+    left.mkdir(mode=0o700)
+    for name in content:
+        write_private(left / name, b"")
+    with private_folder() as own:
+        assert list(temporary.iterdir()) == [own]
+
+
+def test_a_folder_that_another_launcher_removes_before_it_is_locked_is_made_again(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, first = fcntl.flock, list[str]()
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        if not first:
+            first.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            os.rmdir(first[0])
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with private_folder() as own:
+        assert first
+        assert own.is_dir()
+        assert str(own) not in first
+
+
 def test_only_this_user_can_open_the_folder_and_its_files(temporary: Path) -> None:
     previous = os.umask(0)
     try:
         with private_folder() as folder:
             write_private(folder / "file", b"content")
             assert folder.stat().st_mode & 0o777 == 0o700
-            assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600, 0o600]
+            assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600]
             check_private(folder / "file")
     finally:
         os.umask(previous)

@@ -16,21 +16,36 @@ from pathlib import Path
 
 from rapidformer_templates.errors import RapidformerError
 
-PREFIX = "rapidformer-"
-LOCK = "launcher.lock"
+PREFIX = "rapidformer-workers-"
+"""No other folders begin with it, because one that nobody has locked is removed."""
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
     """Yield a temporary folder that only this user can open. It is removed after the context."""
     remove_leftovers()
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
-        folder = Path(name)
-        with open(folder / "lock.tmp", "wb", opener=private) as lock:
-            with suppress(OSError):  # a file system without locks: nobody removes this folder but this process
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (folder / "lock.tmp").rename(folder / LOCK)  # locked before anybody can find it
-            yield folder
+    folder, descriptor = _locked_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # the next launcher removes what is left
+        os.close(descriptor)
+
+
+def _locked_folder() -> tuple[Path, int]:
+    """Make a folder and lock it. Returns it, and its open descriptor.
+
+    Another launcher may find the folder before it is locked, and remove it. Then a new one is made.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        with suppress(FileNotFoundError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks, where no launcher removes folders of others
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits while another launcher removes it
+            if folder.exists():
+                return folder, descriptor
+            os.close(descriptor)
 
 
 def private(path: str, flags: int) -> int:
@@ -64,10 +79,10 @@ def remove_leftovers() -> None:
     with os.scandir(tempfile.gettempdir()) as entries:
         folders = [entry for entry in entries if entry.name.startswith(PREFIX)]
     for entry in folders:
-        with suppress(OSError):  # removed in the meantime, of another user, or without a lock because it is locked
+        with suppress(OSError):  # removed in the meantime, of another user, or locked
             if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                 continue
-            descriptor = os.open(os.path.join(entry.path, LOCK), os.O_RDWR | os.O_NOFOLLOW)
+            descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(entry.path)
