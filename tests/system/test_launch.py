@@ -220,6 +220,16 @@ def test_workers_ended_for_another_ones_error_do_not_hide_it() -> None:
         launch.raise_first_error([_failure(75), _failure(75)], 0.0, is_requested=False)
 
 
+@pytest.mark.parametrize(
+    ("resumes", "hint"), [(True, "--resume continues from the last checkpoint"), (False, "start it again")]
+)
+def test_the_error_of_a_killed_worker_names_resume_if_there_is_a_checkpoint(*, resumes: bool, hint: str) -> None:
+    with pytest.raises(WorkerFailed) as failed:
+        launch.raise_first_error([_failure(-9)], 0.0, is_requested=False, resumes=lambda: resumes)
+    assert failed.value.hint is not None
+    assert failed.value.hint.endswith(hint)
+
+
 UNMET = """
 import os, pathlib, signal, sys, time
 deaf = pathlib.Path(sys.argv[1])

@@ -175,12 +175,13 @@ def raise_first_error(
     passed_on = [-signal.SIGTERM, -signal.SIGHUP] + ([-signal.SIGKILL] if is_repeated else [])
     ended = [Interrupted.SAVED, Interrupted.LOST] + (passed_on if is_requested else [])
     others = [f for f in failures if f.status not in ended]
+    continuing = "--resume continues from the last checkpoint" if resumes() else "start it again"
     if not others or (is_requested and len(others) < len(failures)):
         if interruptions:
             raise Interrupted(**interruptions[0])
         if is_repeated:
-            hint = "--resume continues from the last checkpoint" if resumes() else "start it again"
-            raise Interrupted("the workers were stopped at once, as requested twice", hint=hint, saved=resumes())
+            message = "the workers were stopped at once, as requested twice"
+            raise Interrupted(message, hint=continuing, saved=resumes())
         message = "stopped before the first step; nothing was lost"
         raise Interrupted(message, hint="start it again", saved=resumes())
     first = min(others, key=_failure_time)
@@ -190,7 +191,7 @@ def raise_first_error(
     raise WorkerFailed(
         f"worker {first.rank} {first.describe_end} after {time.time() - started:.0f} s; the others were stopped",
         where=first.crash,
-        hint=f"{USUAL_CAUSES.get(-first.status, '')}--resume continues from the last checkpoint",
+        hint=USUAL_CAUSES.get(-first.status, "") + continuing,
         lost_workers=0 if is_requested else max(1, sum(failure.is_loss for failure in others)),
     )
 
