@@ -100,6 +100,16 @@ def fits(search: Search, layout: Layout) -> bool:
 
 
 @pytest.mark.slow
+def test_several_processes_find_the_layouts_that_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 4 --max-global-batch-size 8 --device cpu"
+    of_several = search_of(flags, monkeypatch, 0.845).run()
+    monkeypatch.setattr("rapidformer_templates.switches.auto_strategy.search.in_forks", lambda tasks: [])
+    assert search_of(flags, monkeypatch, 0.845).run() == of_several
+    assert len(of_several.layouts) > 10
+    assert len(of_several.rejected) > 10
+
+
+@pytest.mark.slow
 def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     base = f"{TINY} --world-size 4 --local-world-size 2 --device cpu"
     found = search_of(f"{base} --auto-strategy --max-global-batch-size 8", monkeypatch, 4).run()

@@ -8,11 +8,12 @@ the bubble. It also decides between layouts whose predicted speeds differ by les
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product, takewhile
-from typing import TypeVar
+from functools import partial
+from itertools import chain, product, takewhile
+from typing import TypeAlias, TypeVar
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig
@@ -31,6 +32,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import (
 )
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+from rapidformer_templates.switches.auto_strategy.model_shapes import Variant
 from rapidformer_templates.switches.auto_strategy.results import (
     ALLOWANCE,
     Candidate,
@@ -44,10 +46,14 @@ from rapidformer_templates.switches.auto_strategy.setup_memory import setup_memo
 from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
 from rapidformer_templates.switches.auto_strategy.step_seconds import predict_seconds
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware
+from rapidformer_templates.switches.auto_strategy.tracing import in_forks
 from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 
 T = TypeVar("T", int, bool)
+
+Tried: TypeAlias = tuple[list[Candidate], list[Rejected]]
+"""The layouts that fit, and the others."""
 
 DOUBT = 0.01
 """Share of the device's memory. A layout that is closer to the limit than this is traced exactly."""
@@ -125,27 +131,48 @@ class Search:
                     if self._needed_gb(states.total) <= self.hardware.memory_gb:
                         variants.add(variant_of(family, setting))
         shapes.prepare(variants)
+        done = self._in_parallel(families)
         for family, setting in families.items():
-            if isinstance(setting, str):
-                rejected.append(Rejected(family, setting))
-                continue
-            too_large: str | None = None
-            for layout in self._batches(family):
-                constraint = too_large or self._undivided(layout)
-                if constraint:
-                    rejected.append(Rejected(layout, constraint))
-                    continue
-                try:
-                    tried = self._try(layout, setting)
-                except ModelError as error:
-                    rejected.append(Rejected(layout, error.message))
-                    break
-                if isinstance(tried, Candidate):
-                    fitting.append(tried)
-                else:
-                    too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
-                    rejected.append(tried)
+            of_family = done.get(family) or self._of_family(family, setting)
+            fitting += of_family[0]
+            rejected += of_family[1]
         return fitting
+
+    def _in_parallel(self, families: Mapping[Layout, MemoryOptions | str]) -> dict[Layout, Tried]:
+        """Try families on all cores, as far as possible. Those with equal activations are tried in the same process."""
+        groups: dict[Variant, list[Layout]] = {}
+        for family, setting in families.items():
+            if isinstance(setting, MemoryOptions):
+                groups.setdefault(variant_of(family, setting), []).append(family)
+
+        def try_all(group: Sequence[Layout]) -> list[tuple[Layout, Tried]]:
+            return [(family, self._of_family(family, families[family])) for family in group]
+
+        return dict(chain.from_iterable(in_forks([partial(try_all, group) for group in groups.values()])))
+
+    def _of_family(self, family: Layout, setting: MemoryOptions | str) -> Tried:
+        """Try the layouts of a family. ``setting`` has its options, or a rule that it breaks."""
+        fitting: list[Candidate] = []
+        rejected: list[Rejected] = []
+        if isinstance(setting, str):
+            return fitting, [Rejected(family, setting)]
+        too_large: str | None = None
+        for layout in self._batches(family):
+            constraint = too_large or self._undivided(layout)
+            if constraint:
+                rejected.append(Rejected(layout, constraint))
+                continue
+            try:
+                tried = self._try(layout, setting)
+            except ModelError as error:
+                rejected.append(Rejected(layout, error.message))
+                break
+            if isinstance(tried, Candidate):
+                fitting.append(tried)
+            else:
+                too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
+                rejected.append(tried)
+        return fitting, rejected
 
     def _families(self, contexts: Sequence[int], offload: bool) -> Iterator[Layout]:
         """Yield layouts without their batch sizes."""
