@@ -20,8 +20,9 @@ OURS = TRAINEES["ours"]
 LIFE = Life(seconds=2.0, killed_in=None, status=0, saves=(0.01, 0.02, 0.09), start=0.5)
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize("kills", [2, 12])
+@pytest.mark.parametrize(
+    "kills", [pytest.param(2, marks=pytest.mark.longer), pytest.param(12, marks=pytest.mark.exhaustive)]
+)
 def test_killed_runs_end_as_if_nobody_had_killed_them(kills: int, tmp_path: Path) -> None:
     report = run_faults(SingleProcess(OURS), kills=kills, folder=tmp_path, seed=3)
     assert report.flawless, report.to_json()
