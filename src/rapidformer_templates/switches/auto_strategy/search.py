@@ -139,7 +139,10 @@ class Search:
         return fitting
 
     def _in_parallel(self, families: Mapping[Layout, MemoryOptions | str]) -> dict[Layout, Tried]:
-        """Try families on all cores, as far as possible. Those with equal activations are tried in the same process."""
+        """Try families in one process per core. Families with equal activations share a process and its traces.
+
+        Families that break a rule, and those of a process that fails, are left out.
+        """
         groups: dict[Variant, list[Layout]] = {}
         for family, setting in families.items():
             if isinstance(setting, MemoryOptions):
