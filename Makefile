@@ -36,7 +36,7 @@ test: $(VENV)/.installed-dev  ## lint, format, types and the tests, including do
 	$(PYTEST) --durations-file=build/durations.json
 
 test-longer: $(VENV)/.installed-dev  ## further cases of these tests, and the commands of the benchmarks
-	$(PYTEST) -m longer
+	$(PYTEST) -m longer $(if $(DEADLINE),--deadline $(DEADLINE))
 
 docs-test: $(VENV)/.installed-dev  ## only the tests of the site, the notebook, the examples and the pages of the manual
 	$(PYTEST) -m docs
