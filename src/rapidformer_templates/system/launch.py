@@ -175,15 +175,16 @@ def raise_first_error(
     passed_on = [-signal.SIGTERM, -signal.SIGHUP] + ([-signal.SIGKILL] if is_repeated else [])
     ended = [Interrupted.SAVED, Interrupted.LOST] + (passed_on if is_requested else [])
     others = [f for f in failures if f.status not in ended]
-    continuing = "--resume continues from the last checkpoint" if resumes() else "start it again"
+    saved = resumes()
+    advice = "--resume continues from the last checkpoint" if saved else "start it again"
     if not others or (is_requested and len(others) < len(failures)):
         if interruptions:
             raise Interrupted(**interruptions[0])
         if is_repeated:
             message = "the workers were stopped at once, as requested twice"
-            raise Interrupted(message, hint=continuing, saved=resumes())
+            raise Interrupted(message, hint=advice, saved=saved)
         message = "stopped before the first step; nothing was lost"
-        raise Interrupted(message, hint="start it again", saved=resumes())
+        raise Interrupted(message, hint="start it again", saved=saved)
     first = min(others, key=_failure_time)
     if "told_at" in first.report:
         lost = 0 if is_requested else first.report.get("lost_workers", 0)
@@ -191,7 +192,7 @@ def raise_first_error(
     raise WorkerFailed(
         f"worker {first.rank} {first.describe_end} after {time.time() - started:.0f} s; the others were stopped",
         where=first.crash,
-        hint=USUAL_CAUSES.get(-first.status, "") + continuing,
+        hint=USUAL_CAUSES.get(-first.status, "") + advice,
         lost_workers=0 if is_requested else max(1, sum(failure.is_loss for failure in others)),
     )
 

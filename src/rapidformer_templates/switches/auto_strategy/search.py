@@ -123,42 +123,42 @@ class Search:
         """
         fitting: list[Candidate] = []
         families = {family: self._setting(family) for family in self._families(contexts, offload)}
+        allowed = {family: setting for family, setting in families.items() if isinstance(setting, MemoryOptions)}
         shapes, variants = self.subject.shapes, set()
-        for family, setting in families.items():
+        for family, setting in allowed.items():
             with suppress(ModelError):  # reported when the family is tried
-                if isinstance(setting, MemoryOptions):
-                    states = states_alone(shapes, family, setting)
-                    if self._needed_gb(states.total) <= self.hardware.memory_gb:
-                        variants.add(variant_of(family, setting))
+                states = states_alone(shapes, family, setting)
+                if self._needed_gb(states.total) <= self.hardware.memory_gb:
+                    variants.add(variant_of(family, setting))
         shapes.prepare(variants)
-        done = self._in_parallel(families)
-        for family, setting in families.items():
-            of_family = done.get(family) or self._of_family(family, setting)
-            fitting += of_family[0]
-            rejected += of_family[1]
+        done = self._in_parallel(allowed)
+        for family, setting_or_rule in families.items():
+            if isinstance(setting_or_rule, str):
+                rejected.append(Rejected(family, setting_or_rule))
+                continue
+            fitting_of_family, others = done.get(family) or self._of_family(family, setting_or_rule)
+            fitting += fitting_of_family
+            rejected += others
         return fitting
 
-    def _in_parallel(self, families: Mapping[Layout, MemoryOptions | str]) -> dict[Layout, Tried]:
+    def _in_parallel(self, families: Mapping[Layout, MemoryOptions]) -> dict[Layout, Tried]:
         """Try families in one process per core. Families with equal activations share a process and its traces.
 
-        Families that break a rule, and those of a process that fails, are left out.
+        Families of a process that fails are left out.
         """
         groups: dict[Variant, list[Layout]] = {}
         for family, setting in families.items():
-            if isinstance(setting, MemoryOptions):
-                groups.setdefault(variant_of(family, setting), []).append(family)
+            groups.setdefault(variant_of(family, setting), []).append(family)
 
         def try_all(group: Sequence[Layout]) -> list[tuple[Layout, Tried]]:
             return [(family, self._of_family(family, families[family])) for family in group]
 
         return dict(chain.from_iterable(in_forks([partial(try_all, group) for group in groups.values()])))
 
-    def _of_family(self, family: Layout, setting: MemoryOptions | str) -> Tried:
-        """Try the layouts of a family. ``setting`` has its options, or a rule that it breaks."""
+    def _of_family(self, family: Layout, setting: MemoryOptions) -> Tried:
+        """Try the layouts of a family."""
         fitting: list[Candidate] = []
         rejected: list[Rejected] = []
-        if isinstance(setting, str):
-            return fitting, [Rejected(family, setting)]
         too_large: str | None = None
         for layout in self._batches(family):
             constraint = too_large or self._undivided(layout)
