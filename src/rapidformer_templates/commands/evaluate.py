@@ -192,7 +192,9 @@ def _reference(saved: SavedModel, template: Trainer) -> Callable[[], nn.Module] 
         )
     from rapidformer_templates.data.tasks import load_task
 
-    config = template.config.replace(start[1], pretrained_model_name_or_path=start[0])
+    # --base names the base of the run's adapters. With adapters, the run began with their base.
+    begun = template.config.model.base or start[0]
+    config = template.config.replace(start[1], pretrained_model_name_or_path=begun, base=None)
     return lambda: load_task(config).build_model()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed
+from rapidformer_templates.planning.hub import BESIDE_ADAPTERS
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.out_of_memory import explained_without_plan
 from rapidformer_templates.system.files import JSON_ERRORS
@@ -21,7 +22,7 @@ from rapidformer_templates.system.files import JSON_ERRORS
 ADAPTERS = "adapter_config.json"
 WRITTEN = (
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
-    "adapter_base.json", "config.json", "generation_config.json", ADAPTERS,
+    "adapter_base.json", BESIDE_ADAPTERS, "config.json", "generation_config.json", ADAPTERS,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.errors import ConfigError, HubUnreachable, Refused
+from rapidformer_templates.models.model_files import check_not_quantized
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, spelling, to_yaml
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
@@ -156,7 +157,7 @@ def main(words: Sequence[str]) -> int:
     config, detected, options = plan_request(words)
     if config.launch.user_script:
         raise ConfigError("--user-script is set on the command line", where=config.origin("user_script"))
-    checks = [check_task_flags, check_data_flags, check_metric] if config.training.task else []
+    checks = [check_task_flags, check_data_flags, check_metric, check_not_quantized] if config.training.task else []
     measure = None
     if options.engine_memory:
         from rapidformer_templates.trainer import Trainer

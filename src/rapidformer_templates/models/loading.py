@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
+from collections.abc import Set as Names
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -28,17 +30,26 @@ from rapidformer_templates.models.architectures import (
     scratch_config,
 )
 from rapidformer_templates.models.model_files import (
+    DEQUANTIZED,
+    NOT_QUANTIZED,
     check_config_file,
     check_weight_files,
     explain_config_errors,
     load_tokenizer,
     no_model_error,
+    quantization_of,
     vocabulary_size,
 )
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
 from rapidformer_templates.planning.hub import PRETRAINED, Part, model_folder
 from rapidformer_templates.planning.registry import REGISTRY
+
+WITHOUT_NEW_HEAD = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+"""Auto classes whose heads a task uses as they were trained before."""
+
+NUMBER = re.compile(r"\.\d+\.")
+"""The number of a block or an expert in the name of a weight."""
 
 
 def model_type_of(config: RunConfig) -> str:
@@ -136,14 +147,13 @@ def build_model(
     """
     model_config = build_config(config, auto_class, tokenizer, **overrides)
     tokenizer = tokenizer or load_tokenizer(config)
-    factory: ModelFactory = getattr(transformers, auto_class)
     path = config.model.pretrained_model_name_or_path
     if path:
         left_out = _head_to_leave_out(config, auto_class, model_config)
-        model = _load_weights(factory, path, model_config, config.model, left_out)
+        model = _load_weights(auto_class, path, model_config, config.model, left_out)
     else:
         try:
-            model = factory.from_config(model_config).float()
+            model = getattr(transformers, auto_class).from_config(model_config).float()
         except (ValueError, RuntimeError, TypeError, AttributeError) as error:
             if is_out_of_memory(error):
                 raise
@@ -214,10 +224,13 @@ def read_config_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
 
 
 class LoadingInfo(TypedDict):
-    """The report of transformers on loaded weights: missing names, and (name, shape in the file, shape) of others."""
+    """The report of transformers on loaded weights: names that the files lack, (name, shape in the file, shape) of
+    weights of other shapes, and names that the model lacks.
+    """
 
     missing_keys: set[str]
     mismatched_keys: set[tuple[str, torch.Size, torch.Size]]
+    unexpected_keys: set[str]
 
 
 class ModelFactory(Protocol):
@@ -276,11 +289,34 @@ def _head_to_leave_out(config: RunConfig, auto_class: str, model_config: PreTrai
     return [name for name, _ in model.named_children() if name != model.base_model_prefix]
 
 
+def read_weights(
+    factory: ModelFactory, folder: Path, config: PreTrainedConfig, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, LoadingInfo]:
+    """Read a folder of transformers in fp32. Weights of other shapes are left out, and reported.
+
+    Weights in the formats of ``DEQUANTIZED`` are dequantized. Otherwise transformers would keep them quantized where
+    the machine has a kernel for it.
+    """
+    quantization = quantization_of(folder)
+    if quantization.get("quant_method") in DEQUANTIZED:
+        config.quantization_config = {**quantization, "dequantize": True}
+    return factory.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+
+
 def _load_weights(
-    factory: ModelFactory, path: str, model_config: PreTrainedConfig, flags: ModelFlags, left_out: list[str]
+    auto_class: str, path: str, model_config: PreTrainedConfig, flags: ModelFlags, left_out: list[str]
 ) -> PreTrainedModel:
-    folder = folder_of_model(flags)
+    folder, code = folder_of_model(flags), flags.trust_remote_code
     check_weight_files(folder)
+    factory: ModelFactory = getattr(transformers, auto_class)
     reader, random_state = own_reader(folder), torch.get_rng_state()
     if reader and left_out:
         hint = "write plain weights first, with rapidformer export, or start from a model without a head"
@@ -290,15 +326,7 @@ def _load_weights(
             model, info = (
                 reader.read_model(factory, folder, model_config, base_folder=flags.base)
                 if reader
-                else factory.from_pretrained(
-                    folder,
-                    config=model_config,
-                    dtype=torch.float32,
-                    local_files_only=True,
-                    trust_remote_code=flags.trust_remote_code,
-                    ignore_mismatched_sizes=True,  # mismatches are reported below, all at once
-                    output_loading_info=True,
-                )
+                else read_weights(factory, folder, model_config, trust_remote_code=code)
             )
     except ModelError:
         raise
@@ -308,35 +336,95 @@ def _load_weights(
         raise ModelError(
             f"the weights in {path} cannot be read: {_first_line(error)}",
             where=PRETRAINED,
-            hint="download the folder again",
+            hint=NOT_QUANTIZED if quantization_of(folder) else "download the folder again",
         ) from error
-    for name, names, needed in sorted(info["mismatched_keys"]):
-        if name.partition(".")[0] in left_out:
-            continue
-        message = f"the weight {name} is of shape {tuple(names)} in {path} and {tuple(needed)} in the model"
-        raise ModelError(
-            message,
-            where=PRETRAINED,
-            hint="the head was trained for other labels or sizes; remove it, or start from the base model",
-        )
-    missing = sorted(info["missing_keys"])
-    body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
-    if len(missing) == len(model.state_dict()):
-        raise ModelError(
-            f"no weight in {path} belongs to a {type(model).__name__}",
-            where=PRETRAINED,
-            hint="check the folder's config.json",
-        )
-    if body:  # fine-tuning may need a new head, but missing weights in the body mean damage
-        message = f"{len(body)} weights are missing in {path}, such as {body[0]}"
-        raise ModelError(message, where=PRETRAINED, hint="download the folder again")
+    of_head = {name for name in model.state_dict() if name.partition(".")[0] in left_out}
+    differing = info["missing_keys"] | info["unexpected_keys"]
+    declared = _declared_weights(read_config_of(folder, trust_remote_code=code), model) if differing else frozenset()
+    _check_weights(model, info, path, auto_class, declared, of_head)
     if not Path(path).is_dir():
         model.name_or_path = model.config.name_or_path = path  # adapters record it as their base
-    of_head = [name for name in model.state_dict() if name.partition(".")[0] in left_out]
-    new = {*missing, *of_head}
+    new = info["missing_keys"] | of_head
     _draw(new, model, random_state)
     set_new_modules(model, new)
     return model
+
+
+def _bare(name: str, model: PreTrainedModel) -> str:
+    """Return the name that a weight has in the architecture's model without a head."""
+    return name.removeprefix(f"{model.base_model_prefix}.")
+
+
+def _declared_weights(config: PreTrainedConfig, model: PreTrainedModel) -> frozenset[str]:
+    """Return the weights that a folder must have by the class in its ``config.json``. Empty for an unknown class."""
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is None:
+        return frozenset()
+    with torch.device("meta"):
+        return frozenset(_bare(name, model) for name in kind(config).state_dict())
+
+
+def _check_weights(
+    model: PreTrainedModel, info: LoadingInfo, path: str, auto_class: str, declared: Names, of_head: Names
+) -> None:
+    """Check that a folder has the weights that its ``config.json`` and the task require.
+
+    Args:
+        declared: from :func:`_declared_weights`.
+        of_head: the weights of a head that is replaced by a new one.
+
+    Raises:
+        ModelError: they disagree, or the task needs a head that the folder lacks.
+    """
+    prefix, again = f"{model.base_model_prefix}.", "correct its config.json, or download the folder again"
+    for name, names, needed in sorted(info["mismatched_keys"]):
+        if name in of_head:
+            continue
+        message = f"the weight {name} is of shape {tuple(names)} in {path} and {tuple(needed)} in the model"
+        is_of_labels = auto_class in CLASSIFICATION and not name.startswith(prefix)
+        of_labels = "the head was trained for other labels or sizes; remove it, or start from the base model"
+        raise ModelError(message, where=PRETRAINED, hint=of_labels if is_of_labels else again)
+    missing = sorted(info["missing_keys"])
+    if len(missing) == len(model.state_dict()):
+        message = f"no weight in {path} belongs to a {type(model).__name__}"
+        raise ModelError(message, where=PRETRAINED, hint="check the folder's config.json")
+    # Fine-tuning may need a new head. A model can be saved without a pooler, and its class does not say so.
+    of_model = [name for name in missing if "pooler" not in name and name not in of_head]
+    body = {name for name in of_model if name.startswith(prefix)}
+    damaged = [name for name in of_model if name in body or _bare(name, model) in declared]
+    if damaged:
+        message = f"{len(damaged)} weights are missing in {path}, such as {damaged[0]}"
+        shared = "set tie_word_embeddings to true in its config.json if the embeddings have this weight, or "
+        raise ModelError(message, where=PRETRAINED, hint=again if damaged[0] in body else shared + again)
+    if missing and auto_class in WITHOUT_NEW_HEAD:
+        message = f"{path} has no head for words: {missing[0]} is missing"
+        hint = f"it would begin with random values: start from the whole model, a {type(model).__name__}"
+        raise ModelError(message, where=PRETRAINED, hint=hint)
+    strangers = sorted(name for name in info["unexpected_keys"] if _is_stranger(name, model, declared))
+    if strangers:
+        message = f"the model of its config.json has no place for {len(strangers)} weights in {path}: {strangers[0]} …"
+        raise ModelError(message, where=PRETRAINED, hint=again)
+    untied = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
+    if untied:
+        message = f"the config.json of {path} ties {min(untied)} to another weight, but they differ"
+        raise ModelError(message, where=PRETRAINED, hint="set tie_word_embeddings to false there")
+
+
+def _is_stranger(name: str, model: PreTrainedModel, declared: Names) -> bool:
+    """Return whether a weight in the files belongs into a block, but the model has no place for it.
+
+    It is of one more block, or a bias or a layer that the blocks lack. Former versions of transformers also saved
+    masks and frequencies in blocks. They are not missed.
+    """
+    if not NUMBER.search(name) or _bare(name, model) in declared:
+        return False
+    owner, _, end = name.rpartition(".")
+    try:
+        module = model.get_submodule(owner)
+    except AttributeError:
+        alike = NUMBER.sub(".N.", name)
+        return end == "weight" or any(alike == NUMBER.sub(".N.", own) for own, _ in model.named_parameters())
+    return getattr(module, end, module) is None
 
 
 def _draw(names: set[str], model: PreTrainedModel, random_state: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.hub import PRETRAINED, is_hub_name, model_folder, no_folder_error
-from rapidformer_templates.planning.request import read_model_config
+from rapidformer_templates.planning.request import config_file, config_folder, read_model_config
 from rapidformer_templates.system.files import hash_of
 
 if TYPE_CHECKING:
@@ -26,6 +26,13 @@ CONVERTED = "moe-"
 """Prefix of ``model_type`` for exported models whose dense feed-forward layers were converted to mixtures."""
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Formats of quantized weights that transformers dequantizes while it reads them."""
+
+NOT_QUANTIZED = (
+    "name the model that it was made from (--lora-rank 16 --quantize-base nf4 keeps its weights in 4 bits), "
+    "or dequantize it (docs/adapters.md)"
+)
 FROM_FOLDER = (None, "HuggingFaceTokenizer")
 """Values of ``--tokenizer-type`` whose tokenizer is in a folder."""
 
@@ -56,7 +63,7 @@ def no_model_error() -> ModelError:
 
 def check_config_file(folder: Path) -> None:
     """Raise a :class:`ModelError` if a model folder has no ``config.json``, or one that cannot be a model's."""
-    if not (folder / "config.json").is_file():
+    if not config_file(folder).is_file():
         hint = "name the folder that holds the model"
         raise ModelError(f"there is no config.json in {folder}", where=PRETRAINED, hint=hint)
     read_model_config(folder)
@@ -92,6 +99,32 @@ def check_weight_files(folder: Path) -> None:
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:20])
         hint = f"it needs model.safetensors; it holds: {names}"
         raise ModelError(f"there are no weights in {folder}", where=PRETRAINED, hint=hint)
+
+
+def quantization_of(folder: Path) -> dict[str, object]:
+    """Return how the weights of a model folder are quantized, from its configuration. Empty if they are not."""
+    content = read_model_config(folder).get("quantization_config")
+    return content if isinstance(content, dict) else {}
+
+
+def check_not_quantized(config: RunConfig) -> None:
+    """Check that the pretrained model has weights that can be trained. A model on the hub must be in the cache.
+
+    Raises:
+        ModelError: they are quantized, so that only the other parameters would be trained.
+    """
+    folder = config_folder(config.model)
+    quantization = quantization_of(folder) if folder and config_file(folder).is_file() else {}
+    if quantization and quantization.get("quant_method") not in DEQUANTIZED:
+        what = f"the weights in {config.model.pretrained_model_name_or_path}"
+        raise quantized_error(what, quantization, where=PRETRAINED)
+
+
+def quantized_error(what: str, quantization: Mapping[str, object], *, where: str) -> ModelError:
+    """Return the error for a model with weights in codes."""
+    method = quantization.get("quant_method", "bitsandbytes")  # older versions did not write it
+    message = f"{what} are quantized ({method}), and only weights in floating-point numbers are trained"
+    return ModelError(message, where=where, hint=NOT_QUANTIZED)
 
 
 def check_tokenizer_files(config: RunConfig) -> None:

@@ -26,7 +26,10 @@ PRETRAINED = "--pretrained-model-name-or-path"
 Part = Literal["config", "tokenizer", "weights"]
 """How much of a model is needed. The tokenizer includes the configuration, and the weights include both."""
 
-CONFIGS = ("config.json", "adapter_config.json")
+BESIDE_ADAPTERS = "adapter_model_config.json"
+"""The configuration of a model in a folder with its adapters only. See :func:`planning.request.config_file`."""
+
+CONFIGS = ("config.json", "adapter_config.json", BESIDE_ADAPTERS)
 TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Patterns of a model's files without its weights: configuration, tokenizer, chat template."""
 

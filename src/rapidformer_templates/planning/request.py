@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.flags import decays_in_the_gradient
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import MOST_BLOCKS, ModelFlags
-from rapidformer_templates.planning.hub import PRETRAINED, cached_folder
+from rapidformer_templates.planning.hub import BESIDE_ADAPTERS, PRETRAINED, cached_folder, is_hub_name
 from rapidformer_templates.planning.optimizers import (
     ADAMW,
     BETAS,
@@ -132,12 +133,49 @@ def model_facts(config: RunConfig) -> ModelFacts:
 
 
 def _read_config(flags: ModelFlags) -> dict[str, object]:
-    name = flags.pretrained_model_name_or_path
-    if name is None:
-        return {}
-    folder = cached_folder(name, flags.revision, "config") or Path(name)
+    folder = config_folder(flags)
     # Loading the model will report a folder without this file.
-    return read_model_config(folder) if (folder / "config.json").is_file() else {}
+    return read_model_config(folder) if folder and config_file(folder).is_file() else {}
+
+
+def config_folder(flags: ModelFlags) -> Path | None:
+    """Return the folder with the configuration of the pretrained model. For a name on the hub it is in the cache."""
+    name = flags.pretrained_model_name_or_path
+    return (cached_folder(name, flags.revision, "config") or Path(name)) if name else None
+
+
+def check_whole_weights(flags: ModelFlags) -> None:
+    """Check that the pretrained model is not a folder of adapters: their sum with their base is in no file.
+
+    Raises:
+        ModelError: it is one. The hint has the command that writes the whole model.
+    """
+    folder = config_folder(flags)
+    if folder is None or not (folder / "adapter_config.json").is_file():
+        return
+    name = str(flags.pretrained_model_name_or_path)
+    path, download = Path(name), ""
+    if is_hub_name(name):
+        path = Path(path.name)
+        download = f"hf download {name} --local-dir {path} && "
+    run = path.parent if path.name == "export" and (path.parent / "plan.json").is_file() else None
+    source, merged = (run, run / "merged") if run else (path, path.with_name(f"{path.name}-merged"))
+    output = "" if run else f" --output {shlex.quote(str(merged))}"
+    raise ModelError(
+        f"{name} holds adapters, and new adapters need a base whose weights are in a folder",
+        where=PRETRAINED,
+        hint=f"merge them, and train adapters of the result: {download}rapidformer export {shlex.quote(str(source))} "
+        f"--merge{output}; then {PRETRAINED} {shlex.quote(str(merged))}",
+    )
+
+
+def config_file(folder: Path) -> Path:
+    """Return the file with the configuration of a model.
+
+    Beside adapters it is not ``config.json``, because transformers takes a folder with that file for a whole model.
+    """
+    beside_adapters = folder / BESIDE_ADAPTERS
+    return beside_adapters if beside_adapters.is_file() else folder / "config.json"
 
 
 def read_model_config(folder: Path) -> dict[str, object]:
@@ -146,7 +184,7 @@ def read_model_config(folder: Path) -> dict[str, object]:
     Raises:
         ModelError: it is not a JSON object, or it has more blocks or experts than any model.
     """
-    file = folder / "config.json"
+    file = config_file(folder)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

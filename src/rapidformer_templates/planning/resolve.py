@@ -16,6 +16,7 @@ from rapidformer_templates.planning.plan import PARALLEL_ENGINE, EngineOptions, 
 from rapidformer_templates.planning.registry import REGISTRY, Registry, in_words
 from rapidformer_templates.planning.request import (
     build_request,
+    check_whole_weights,
     engine_owner,
     micro_follows,
     optimizer_class,
@@ -43,9 +44,11 @@ def resolve(
 
     Raises:
         Refused: contains a :class:`Diagnostic` for each broken rule.
-        ModelError: the model folder's ``config.json`` cannot be read.
+        ModelError: the model folder's ``config.json`` cannot be read, or it has adapters and gets others.
     """
     request = build_request(registry.complete(config), environment, registry.switches, training=training)
+    if any(switch.keeps_base for switch in request.active.values()):
+        check_whole_weights(config.model)
     refusals = registry.refusals(request)
     if refusals:
         works = tuple(to_suggestion(path) for path in nearest(request, registry))

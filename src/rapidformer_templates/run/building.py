@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from rapidformer_templates.data.loader import load, to_device
 from rapidformer_templates.data.order import BatchRequest
@@ -23,6 +24,7 @@ from rapidformer_templates.engines.recipe import FirstUses, depths_of, undecayed
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.label_use import in_evaluation, label_use
+from rapidformer_templates.models.model_files import check_not_quantized, quantized_error
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
@@ -137,8 +139,16 @@ def _set_up(run: Run, engine: Engine) -> None:
 def _build_model(run: Run, construction: ModelUnderConstruction | None) -> nn.Module:
     """Build the untrained model. Each call gives the same weights."""
     seed_all(run.config.training.seed)
+    is_own = run.overrides("build_model")
+    if not is_own and not (run.task and run.task.is_trained):
+        check_not_quantized(run.config)
     with explained_while_building(run.plan, run.workers.rank, is_divided=construction is not None):
-        return checked_model(run.hooks.build_model())
+        model = checked_model(run.hooks.build_model())
+    for module in model.modules() if is_own else ():
+        if isinstance(module, PreTrainedModel) and getattr(module, "is_quantized", False):
+            how = module.config.quantization_config.to_dict()
+            raise quantized_error(f"the weights of {type(module).__name__}", how, where="build_model()")
+    return model
 
 
 def turn_off_cache(model: nn.Module) -> None:

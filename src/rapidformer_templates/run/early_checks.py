@@ -16,7 +16,7 @@ from rapidformer_templates.data.finetuning.column_names import check_training_co
 from rapidformer_templates.data.finetuning.locating import check_data_folder, check_located, is_on_hub
 from rapidformer_templates.data.text.files import no_corpus_error, prefix_of, text_files
 from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector, did_you_mean
-from rapidformer_templates.models.model_files import check_model_files, check_tokenizer_files
+from rapidformer_templates.models.model_files import check_model_files, check_not_quantized, check_tokenizer_files
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
 from rapidformer_templates.planning.environment import ask_torch_if_needed
@@ -72,6 +72,7 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
         mistakes.run(check_metric, config)
     with mistakes.collect():
         check_model_files(config)
+        check_not_quantized(config)
         check_tokenizer_files(config)
     mistakes.run(check_load, config.training)
     mistakes.run(check_push, config)

@@ -29,6 +29,7 @@ from rapidformer_templates.models.loading import (
     read_config_of,
 )
 from rapidformer_templates.models.saving import save_model, save_weights
+from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saved_model import DESCRIPTION
@@ -122,7 +123,7 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
 
 def _skeleton(described: Path) -> Assembly | None:
     """Build the described model without memory. None if it is not from transformers."""
-    if not (described / "config.json").is_file():
+    if not config_file(described).is_file():
         return None
     config = read_config_of(described)
     kind = getattr(transformers, (config.architectures or [""])[0], None)
@@ -134,7 +135,7 @@ def _skeleton(described: Path) -> Assembly | None:
             raise ModelError(
                 f"transformers has no class {(config.architectures or ['for this model'])[0]}, so its adapters "
                 "cannot be exported from here",
-                where=str(described / "config.json"),
+                where=str(config_file(described)),
                 hint="finish the run with --resume: it exports its adapters",
             )
         return None

@@ -13,6 +13,7 @@ from torch import nn
 from rapidformer_templates.data.text.bad_lines import describe_skipped
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.models.model_files import check_not_quantized
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import check_data_flags
 from rapidformer_templates.planning.flag_values import TEST
@@ -41,6 +42,7 @@ from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_
 from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.saving import Checkpoints, restore_run, show_changes
 from rapidformer_templates.run.scripts import (
+    overridden_hooks,
     record_outcome,
     train_in_new_workers,
     train_in_this_worker,
@@ -116,6 +118,8 @@ def _check_template(template: Template) -> None:
         if not template.computes_own_metrics:
             check_metric(template.config)
         task.check()
+    if "build_model" not in overridden_hooks(type(template)):
+        check_not_quantized(template.config)
     check_push(template.config)
     create_repository(template.config)
     prepare_switches(template.config, template.plan)

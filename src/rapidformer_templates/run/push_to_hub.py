@@ -20,6 +20,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flag_values import TEST, mixture_of
 from rapidformer_templates.planning.hub import NAME, is_hub_name, log_in_hint, reason
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.folder import Summary
 
@@ -194,7 +195,7 @@ def _code(name: str, export: Path, adapters: Mapping[str, Any] | None, revision:
         adapters: their settings. None if the whole model was exported.
         revision: that of the base, which adapters need, too.
     """
-    file = export / "config.json"
+    file = config_file(export)
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     kind = (config.get("architectures") or ["AutoModel"])[0]
     tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
@@ -220,11 +221,13 @@ def _code(name: str, export: Path, adapters: Mapping[str, Any] | None, revision:
     head = [f"from transformers import {imports}", ""]
     if adapters:
         imports = ", ".join(sorted({"AutoConfig", kind, *(["AutoTokenizer"] if has_tokenizer else [])}))
-        head = ["from peft import PeftModel", f"from transformers import {imports}", ""]
+        download = "from huggingface_hub import hf_hub_download"
+        head = [download, "from peft import PeftModel", f"from transformers import {imports}", ""]
         base = _public(adapters.get("base_model_name_or_path")) or "BASE"
         of_base = f', revision="{revision}"' if revision else ""
         load = [
-            f'base = {kind}.from_pretrained("{base}"{of_base}, config=AutoConfig.from_pretrained("{name}"))',
+            f'config = AutoConfig.from_pretrained(hf_hub_download("{name}", "{file.name}"))',
+            f'base = {kind}.from_pretrained("{base}"{of_base}, config=config)',
             f'model = PeftModel.from_pretrained(base, "{name}")',
         ]
     return "\n".join([*head, *load, *([tokenizer] if has_tokenizer else [])])

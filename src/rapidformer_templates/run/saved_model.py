@@ -15,6 +15,7 @@ from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, settable_by_files
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.planning.tasks import tasks_with
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.system.files import JSON_ERRORS
@@ -122,7 +123,7 @@ def find_saved(path: str | Path) -> SavedModel:
         run, step = folder.parent.parent, folder.name.removeprefix("step-")
         hint = f"rapidformer export {run} --step {step} writes its model"
         raise ConfigError(f"{folder} is a checkpoint", where="RUN", hint=hint)
-    if not (folder / "config.json").is_file():
+    if not config_file(folder).is_file():
         hint = "name the --save folder of a run, or a transformers folder with config.json and its weights"
         raise ConfigError(f"{folder} is neither a run folder nor a model", where="RUN", hint=hint)
     parent = folder.resolve().parent
@@ -148,10 +149,11 @@ def values_of(run: Path) -> dict[str, tuple[object, str]]:
 
 
 def _task_of(folder: Path) -> str:
+    file = config_file(folder)
     try:
-        name = str((json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""])[0])
+        name = str((json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""])[0])
     except JSON_ERRORS as error:
-        raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}", where="RUN") from error
+        raise ConfigError(f"{file} cannot be read: {error}", where="RUN") from error
     tasks = tasks_with(lambda task: name.endswith(task.model_classes))
     if not tasks:
         what = f"a {name}" if name else "a model without a head"

@@ -21,14 +21,23 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import SETTINGS, FrozenBase, fp32_fingerprint
-from rapidformer_templates.models.loading import class_of, own_reader, quiet_transformers, rebuild_layers
+from rapidformer_templates.models.loading import (
+    LoadingInfo,
+    class_of,
+    own_reader,
+    quiet_transformers,
+    read_weights,
+    rebuild_layers,
+)
 from rapidformer_templates.models.saving import save_model
 from rapidformer_templates.models.weight_files import tensors_read_one_by_one
-from rapidformer_templates.planning.hub import model_folder
+from rapidformer_templates.planning.hub import BESIDE_ADAPTERS, model_folder
+from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.system.files import JSON_ERRORS, new_folder, write_json
 from rapidformer_templates.system.tensor_files import TensorFiles
 
@@ -48,6 +57,14 @@ IN_FILES = [
     (re.compile(rf"(\.lora_\w+)\.{ADAPTER}(\.weight)?$"), r"\1\2"),
 ]
 """Patterns in the parameter names of a model, and their replacements in a file."""
+PEFT_TASKS = {
+    "CAUSAL_LM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+}
+"""peft's names of tasks, with the models of transformers for them by architecture."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,11 @@ def describe(assembly: Assembly, folder: Path) -> None:
     config = settings.config
     base = getattr(getattr(model, "config", None), "_name_or_path", "") or None
     config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).exists() else base
+    if isinstance(model, PreTrainedModel):
+        kind = class_of(model)
+        config.task_type = next((task for task, names in PEFT_TASKS.items() if kind.__name__ in names.values()), None)
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+        config.auto_mapping = None if config.task_type else mapping  # peft's Auto classes need one of the two
     config.inference_mode = True
     config.save_pretrained(str(folder))
     config.inference_mode = False
@@ -98,7 +120,7 @@ def describe(assembly: Assembly, folder: Path) -> None:
     if isinstance(model, PreTrainedModel):
         described = copy.deepcopy(model.config)
         described.architectures = [class_of(model).__name__]  # the base may have another head's class
-        described.save_pretrained(folder)
+        described.to_json_file(folder / BESIDE_ADAPTERS)
 
 
 def restore(model: PreTrainedModel, folder: Path) -> Assembly:
@@ -124,7 +146,7 @@ def is_marked(folder: Path) -> bool:
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """Read the configuration of the model that the adapters belong to."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(config_file(folder), local_files_only=True)
     return config
 
 
@@ -199,10 +221,8 @@ def base_of(folder: Path, base: str | None = None) -> str:
 
 def read_model(
     factory: Any, folder: Path, config: PreTrainedConfig, *, base_folder: str | None = None
-) -> tuple[Any, dict[str, Any]]:
-    """Read the base model, merge the adapters into it, and return it with the loading info of ``from_pretrained``.
-
-    The info also has ``in_neither``: the names of the weights that are in neither folder, and have random values.
+) -> tuple[Any, LoadingInfo]:
+    """Read the base model, merge the adapters into it, and return it with the names of weights in neither folder.
 
     Args:
         factory: transformers' class for the task, such as ``AutoModelForCausalLM``.
@@ -213,32 +233,24 @@ def read_model(
     Raises:
         ModelError: the base does not exist, or it has other weights than the one of the training.
     """
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
+    settings = PeftConfig.from_pretrained(str(folder))
+    settings.task_type = None  # the adapters may be used for another task
     named = base_of(folder, base_folder)
-    source = model_folder(named, None, "weights", flag=str(folder / SETTINGS))
+    source = model_folder(named, None if base_folder else settings.revision, "weights", flag=str(folder / SETTINGS))
     reader = own_reader(source)
-    base, info = (
-        reader.read_model(factory, source, config)
-        if reader
-        else factory.from_pretrained(
-            source,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # a head that was trained with the adapters is stored with them
-            output_loading_info=True,
-        )
-    )
+    base, info = reader.read_model(factory, source, config) if reader else read_weights(factory, source, config)
     check_base(base, folder, named)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted = PeftModel.from_pretrained(base, str(folder))
+        adapted = PeftModel.from_pretrained(base, str(folder), config=settings)
         _untie(adapted)
         merged = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
     _note_untied(merged)
-    in_neither = set(info["missing_keys"]) - _names_in(folder)
-    return merged, {**info, "missing_keys": set(), "mismatched_keys": set(), "in_neither": in_neither}
+    # A head that was trained with the adapters is stored with them, and the base may have other weights in its place.
+    missing = set(info["missing_keys"]) - _names_in(folder)
+    return merged, {"missing_keys": missing, "mismatched_keys": set(), "unexpected_keys": set()}
 
 
 def _names_in(folder: Path) -> set[str]:
@@ -300,14 +312,14 @@ def merge(adapters: Path, output: Path, base_folder: str | None = None) -> None:
     if factory is None:
         raise ModelError(
             f"transformers has no class {name or 'for this model'}",
-            where=str(adapters / "config.json"),
+            where=str(config_file(adapters)),
             hint="load the model with its own code and merge with peft: PeftModel.merge_and_unload()",
         )
     with new_folder(output) as temporary, TensorFiles(temporary) as files, quiet_transformers():
         with tensors_read_one_by_one(), files.parameters_stored():
             model, info = read_model(factory, adapters, config, base_folder=base_folder)
-        if info["in_neither"]:
-            message = f"{len(info['in_neither'])} weights are missing in {base}, such as {min(info['in_neither'])}"
+        if info["missing_keys"]:
+            message = f"{len(info['missing_keys'])} weights are missing in {base}, such as {min(info['missing_keys'])}"
             hint = "the merged model would have random values there: name the folder of the whole base with --base"
             raise ModelError(message, where=str(base), hint=hint)
         if hasattr(model.config, "use_cache"):

@@ -57,9 +57,15 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
     """Freeze the model and add adapters to its layers.
 
     Raises:
-        ModelError: no layer matches the requested names or kinds.
+        ModelError: no layer matches the requested names or kinds, or the model has adapters already.
     """
     model, options = assembly.model, building.options
+    if any(True for _ in adapted_layers(model)):
+        raise ModelError(
+            f"{type(model).__name__} already has adapters, and --lora-rank adds others",
+            where="build_model()",
+            hint="merge them and save the model, and build it from that folder; or leave out --lora-rank",
+        )
     targets = targets_of(model, options.lora_target_modules, options.lora_modules_to_save)
     _check_matrices(model, targets, options)
     of_all = targets.of_all(building.workers) if building.has_values else targets
@@ -91,6 +97,8 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
     assembly.base = FrozenBase(frozen, identity, fingerprints)
     described = _peft_config(of_all, options)
+    revision = building.plan.values.get("--revision")
+    described.revision = str(revision["value"]) if revision else None
     # peft sets this while it adds adapters to a Conv1D.
     described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
     assembly.record(AdapterSettings(peft_loadable_config(described, model, of_all)))

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.models.blocks import find_blocks
+from rapidformer_templates.models.loading import LoadingInfo
 from rapidformer_templates.models.model_files import CONVERTED, is_converted
 from rapidformer_templates.models.weight_files import tensors_in
 from rapidformer_templates.switches.mixture_of_experts.transform import KEY, MixtureSizes, make_sparse
@@ -54,7 +55,7 @@ def rebuild(model: PreTrainedModel) -> None:
 
 def read_model(
     factory: Any, folder: Path, config: PreTrainedConfig, *, base_folder: str | None = None
-) -> tuple[PreTrainedModel, dict[str, object]]:
+) -> tuple[PreTrainedModel, LoadingInfo]:
     """Load the model in a marked folder. Also return the loading info that ``from_pretrained`` would give.
 
     Args:
@@ -74,10 +75,11 @@ def read_model(
     wrong = [(n, w.shape, tensors[n].shape) for n, w in weights.items() if n in tensors and w.shape != tensors[n].shape]
     for name, _, _ in wrong:
         del weights[name]
-    missing = set(model.load_state_dict(weights, strict=False).missing_keys) - {name for name, _, _ in wrong}
+    absent, unexpected = model.load_state_dict(weights, strict=False)
+    missing = set(absent) - {name for name, _, _ in wrong}
     read = {id(tensors[name]) for name in weights if name in tensors}
     untied = {name for name in missing if id(tensors[name]) not in read}
-    return model, {"missing_keys": untied, "mismatched_keys": wrong}
+    return model, {"missing_keys": untied, "mismatched_keys": set(wrong), "unexpected_keys": set(unexpected)}
 
 
 def load_mixture(folder: str | Path, auto_class: str = "AutoModelForCausalLM") -> PreTrainedModel:
