@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from rapidformer_templates.data.loader import load, to_device
@@ -22,7 +24,7 @@ from rapidformer_templates.engines.embedding_noise import add_noise
 from rapidformer_templates.engines.loss import notes_about
 from rapidformer_templates.engines.recipe import FirstUses, depths_of, undecayed
 from rapidformer_templates.engines.side_effects import preserve_state
-from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.errors import ConfigError, DataError, ModelError
 from rapidformer_templates.models.label_use import in_evaluation, label_use
 from rapidformer_templates.models.model_files import check_not_quantized, quantized_error
 from rapidformer_templates.planning.config import RunConfig
@@ -148,7 +150,47 @@ def _build_model(run: Run, construction: ModelUnderConstruction | None) -> nn.Mo
         if isinstance(module, PreTrainedModel) and getattr(module, "is_quantized", False):
             how = module.config.quantization_config.to_dict()
             raise quantized_error(f"the weights of {type(module).__name__}", how, where="build_model()")
+    check_memory(model)
     return model
+
+
+def check_memory(model: nn.Module) -> None:
+    """Check that no trained parameter shares memory with another parameter or a buffer.
+
+    In one process on a CPU, an update of one would change the other. torch separates them when it moves the model, and
+    so does each engine that shards or flattens parameters.
+
+    Raises:
+        ModelError: two of them overlap.
+    """
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not is_lazy(tensor) and tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+    for sharing in by_storage.values():
+        for (one, first), (other, second) in combinations(sharing, 2):
+            if (first.requires_grad or second.requires_grad) and _overlap(first, second):
+                tie = "assign one parameter to both modules, as in b.weight = a.weight"
+                copy = "register a copy, or compute it from the parameter in each forward"
+                raise ModelError(
+                    f"{one} and {other} are two tensors on one memory, which moving or sharding the model separates",
+                    where="build_model()",
+                    hint=tie if isinstance(second, nn.Parameter) else copy,
+                )
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors on one storage have an element in common."""
+    both = (first, second)
+    reaches = [sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True)) for one in both]
+    ends = [one.storage_offset() + 1 + reach for one, reach in zip(both, reaches, strict=True)]
+    if ends[0] <= second.storage_offset() or ends[1] <= first.storage_offset():
+        return False
+    if first.itemsize != second.itemsize or (first.is_contiguous() and second.is_contiguous()):
+        return True
+    elements = torch.arange(max(ends))  # the columns of a matrix lie between one another, and do not overlap
+    used = [elements.as_strided(one.shape, one.stride(), one.storage_offset()) for one in both]
+    return bool(torch.isin(*used).any())
 
 
 def turn_off_cache(model: nn.Module) -> None:
