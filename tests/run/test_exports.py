@@ -18,14 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models import saving
-from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.fit import fit
 from rapidformer_templates.run.run import Run
 from tests.support import parity
-from tests.support.combinations import Combination, parsed, place, smallest
-from tests.support.engine_layouts import NAMES
+from tests.support.engine_layouts import NAMES, accepts, runs_of_layouts
 from tests.support.jobs import KEEP_FIRST, VOCABULARY, CausalJob, DeepJob, FallingMetric
 from tests.support.mixtures import MixtralJob
 from tests.support.parallel_jobs import Tanh, TanhModel
@@ -68,23 +65,17 @@ KINDS: dict[str, tuple[type[Any], str]] = {
 }
 """The job and flags of each kind."""
 
-LAYOUTS: dict[str, Combination] = {name: found for name, names in NAMES.items() if (found := smallest(names))}
-FLAGS = {name: " ".join(found.flags) for name, found in LAYOUTS.items()}
-FLAGS["interleaved"] = f"{FLAGS['pipeline-parallel']} --virtual-pipeline-size 2"
-WORLDS = {name: found.world for name, found in LAYOUTS.items()} | {"interleaved": 2}
+FLAGS, WORLDS = runs_of_layouts()
 CONVERTED = {name for name, flags in FLAGS.items() if "--num-experts" in flags}
 """Layouts with experts of this library, which transformers cannot read."""
 
 
-def _is_accepted(kind: str, layout: str) -> bool:
-    words = f"{STEPS} {FLAGS[layout]} {KINDS[kind][1]} --save run".split()
-    request = build_request(
-        REGISTRY.complete(parsed(tuple(words))), place(WORLDS[layout], "Trainer"), REGISTRY.switches, training=True
-    )
-    return layout not in CONVERTED and not REGISTRY.refusals(request)
-
-
-CASES = [(kind, layout) for kind in KINDS for layout in FLAGS if _is_accepted(kind, layout)]
+CASES = [
+    (kind, layout)
+    for kind, (_, flags) in KINDS.items()
+    for layout in FLAGS
+    if layout not in CONVERTED and accepts(layout, f"{STEPS} {flags}")
+]
 SHORT = [
     ("best average", "zero-3"),
     ("best average", "tensor 2, pipeline 2"),

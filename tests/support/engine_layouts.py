@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.request import build_request
+from tests.support.combinations import parsed, place, smallest
 
 LAYOUTS = {
     "replicas": (),
@@ -19,3 +23,23 @@ NAMES: dict[str, tuple[str, ...]] = {
     **{switch.name: (switch.name,) for switch in REGISTRY.switches if switch.engine},
 }
 """The switches of each layout."""
+
+
+@cache
+def runs_of_layouts() -> tuple[dict[str, str], dict[str, int]]:
+    """Return the flags of each layout that the rules accept, and the number of workers, which is as small as it can be.
+
+    A layout more is a pipeline whose workers have two stages each.
+    """
+    combinations = {name: found for name, names in NAMES.items() if (found := smallest(names))}
+    flags = {name: " ".join(found.flags) for name, found in combinations.items()}
+    flags["interleaved"] = f"{flags['pipeline-parallel']} --virtual-pipeline-size 2"
+    return flags, {name: found.world for name, found in combinations.items()} | {"interleaved": 2}
+
+
+def accepts(layout: str, words: str) -> bool:
+    """Return whether the rules accept the layout with these flags, in a run of the Trainer."""
+    flags, worlds = runs_of_layouts()
+    config = REGISTRY.complete(parsed(tuple(f"{flags[layout]} {words} --save run".split())))
+    request = build_request(config, place(worlds[layout], "Trainer"), REGISTRY.switches, training=True)
+    return not REGISTRY.refusals(request)
