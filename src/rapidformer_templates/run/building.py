@@ -25,6 +25,7 @@ from rapidformer_templates.engines.loss import notes_about
 from rapidformer_templates.engines.recipe import FirstUses, depths_of, undecayed
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError, DataError, ModelError
+from rapidformer_templates.models.adapters import new_modules_of
 from rapidformer_templates.models.label_use import in_evaluation, label_use
 from rapidformer_templates.models.model_files import check_not_quantized, quantized_error
 from rapidformer_templates.planning.config import RunConfig
@@ -117,6 +118,9 @@ def _set_up(run: Run, engine: Engine) -> None:
         _try_labels(run, model)
         if run.task:
             run.task.check_model(model)
+            new = new_modules_of(model)  # a task with labels begins with a new head anyway
+            if new and run.task.auto_class.endswith(("MaskedLM", "PreTraining")):
+                say(workers, f"note       the folder lacks {', '.join(new)}: they begin with random values")
         groups = OPTIMIZERS[plan.optimizer].groups
         run.parameter_groups = load_object(groups)(model) if groups else undecayed
         if training.layerwise_lr_decay is not None:
