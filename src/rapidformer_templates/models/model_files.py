@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,10 +29,7 @@ WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 DEQUANTIZED = ("fp8", "mxfp4")
 """Formats of quantized weights that transformers dequantizes while it reads them."""
 
-NOT_QUANTIZED = (
-    "name the model that it was made from (--lora-rank 16 --quantize-base nf4 keeps its weights in 4 bits), "
-    "or dequantize it (docs/adapters.md)"
-)
+NOT_QUANTIZED = "name the model that it was made from; --lora-rank 16 --quantize-base nf4 keeps its weights in 4 bits"
 FROM_FOLDER = (None, "HuggingFaceTokenizer")
 """Values of ``--tokenizer-type`` whose tokenizer is in a folder."""
 
@@ -115,16 +112,16 @@ def check_not_quantized(config: RunConfig) -> None:
     """
     folder = config_folder(config.model)
     quantization = quantization_of(folder) if folder and config_file(folder).is_file() else {}
-    if quantization and quantization.get("quant_method") not in DEQUANTIZED:
-        what = f"the weights in {config.model.pretrained_model_name_or_path}"
-        raise quantized_error(what, quantization, where=PRETRAINED)
+    method = str(quantization.get("quant_method", "bitsandbytes"))  # older versions did not write it
+    if quantization and method not in DEQUANTIZED:
+        raise quantized_error(f"the weights in {config.model.pretrained_model_name_or_path}", method, where=PRETRAINED)
 
 
-def quantized_error(what: str, quantization: Mapping[str, object], *, where: str) -> ModelError:
+def quantized_error(what: str, method: str, *, where: str) -> ModelError:
     """Return the error for a model with weights in codes."""
-    method = quantization.get("quant_method", "bitsandbytes")  # older versions did not write it
     message = f"{what} are quantized ({method}), and only weights in floating-point numbers are trained"
-    return ModelError(message, where=where, hint=NOT_QUANTIZED)
+    dequantize = "; or dequantize it (docs/adapters.md)" if method == "bitsandbytes" else ""
+    return ModelError(message, where=where, hint=NOT_QUANTIZED + dequantize)
 
 
 def check_tokenizer_files(config: RunConfig) -> None:

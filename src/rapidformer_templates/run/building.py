@@ -152,8 +152,8 @@ def _build_model(run: Run, construction: ModelUnderConstruction | None) -> nn.Mo
         model = checked_model(run.hooks.build_model())
     for module in model.modules() if is_own else ():
         if isinstance(module, PreTrainedModel) and getattr(module, "is_quantized", False):
-            how = module.config.quantization_config.to_dict()
-            raise quantized_error(f"the weights of {type(module).__name__}", how, where="build_model()")
+            method = module.config.quantization_config.quant_method.value
+            raise quantized_error(f"the weights of {type(module).__name__}", method, where="build_model()")
     check_memory(model)
     return model
 
