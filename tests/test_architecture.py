@@ -285,8 +285,9 @@ def test_names_say_what_a_value_is() -> None:
 
 ATTRIBUTES_OF_OTHERS = {
     "transformers": "chat_template config loss_type name_or_path pad_token _is_hf_initialized nf use_cache",
-    "configurations": "architectures base_model_name_or_path inference_mode num_hidden_layers output_router_logits "
-    "target_modules target_parameters fan_in_fan_out tie_word_embeddings",
+    "configurations": "architectures auto_mapping base_model_name_or_path inference_mode num_hidden_layers "
+    "output_router_logits quantization_config revision target_modules target_parameters task_type fan_in_fan_out "
+    "tie_word_embeddings",
     "peft": "base_layer peft_config",
     "tokenizers": "normalizer pre_tokenizer",
     "argparse": "choices help usage",

@@ -61,7 +61,7 @@ def _flags(root: Path, start: Path, more: str = "") -> list[str]:
 def test_quantized_weights_are_not_trained(
     method: str, more: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers would leave the codes as they are, and train what is not quantized."""
+    """transformers would leave the codes unchanged, and train what is not quantized."""
     shutil.copytree(root / "base", tmp_path / "codes")
     config = json.loads((tmp_path / "codes/config.json").read_text())
     (tmp_path / "codes/config.json").write_text(json.dumps(config | {"quantization_config": METHODS[method]}))

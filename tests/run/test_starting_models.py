@@ -1,4 +1,4 @@
-"""What a run starts from, under every engine: adapters, merged adapters, quantized weights, a folder without a head.
+"""Runs that start from adapters, merged adapters, quantized weights or a folder without a head, under every engine.
 
 A run that starts is compared with peft and transformers alone. Others end with the reason and the way out.
 """
@@ -173,7 +173,7 @@ def test_a_run_starts_right_or_says_why_not(start: str, layout: str, root: Path,
 
 @torch.no_grad()
 def _loss(job: Trainer, model: Any) -> float:
-    """Return the loss of the validation part by transformers. For preferences: DPO's, beside the model's base."""
+    """Return the loss of the validation part by transformers. For preferences: DPO's, compared with its base."""
     data = job.build_data()
     assert data.valid is not None
     batch = data.collate([data.valid[i] for i in range(len(data.valid))])

@@ -154,25 +154,22 @@ def check_whole_weights(flags: ModelFlags) -> None:
     if folder is None or not (folder / "adapter_config.json").is_file():
         return
     name = str(flags.pretrained_model_name_or_path)
-    path, download = Path(name), ""
-    if is_hub_name(name):
-        path = Path(path.name)
-        download = f"hf download {name} --local-dir {path} && "
-    run = path.parent if path.name == "export" and (path.parent / "plan.json").is_file() else None
-    source, merged = (run, run / "merged") if run else (path, path.with_name(f"{path.name}-merged"))
-    output = "" if run else f" --output {shlex.quote(str(merged))}"
-    raise ModelError(
-        f"{name} holds adapters, and new adapters need a base whose weights are in a folder",
-        where=PRETRAINED,
-        hint=f"merge them, and train adapters of the result: {download}rapidformer export {shlex.quote(str(source))} "
-        f"--merge{output}; then {PRETRAINED} {shlex.quote(str(merged))}",
-    )
+    path = Path(name)
+    if path.name == "export" and (path.parent / "plan.json").is_file():
+        source, merged, output = shlex.quote(str(path.parent)), path.with_name("merged"), ""
+    else:
+        merged = Path(f"{path.name}-merged")
+        source = f'"$(hf download {name})"' if is_hub_name(name) else shlex.quote(name)
+        output = f" --output {shlex.quote(str(merged))}"
+    message = f"{name} holds adapters, and new adapters need a base whose weights are in a folder"
+    command = f"rapidformer export {source} --merge{output}; then {PRETRAINED} {shlex.quote(str(merged))}"
+    raise ModelError(message, where=PRETRAINED, hint=f"merge them first: {command}")
 
 
 def config_file(folder: Path) -> Path:
     """Return the file with the configuration of a model.
 
-    Beside adapters it is not ``config.json``, because transformers takes a folder with that file for a whole model.
+    In a folder of adapters it is not ``config.json``: transformers takes a folder with that file for a whole model.
     """
     beside_adapters = folder / BESIDE_ADAPTERS
     return beside_adapters if beside_adapters.is_file() else folder / "config.json"
