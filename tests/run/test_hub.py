@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -242,15 +243,18 @@ def test_a_push_with_a_card(
 @pytest.mark.slow
 def test_adapters_name_their_base_on_the_hub(hub: Hub, model: dict[str, bytes], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert _command(RUN, "--save", str(run), "--lora-rank", "2", "--push-to-hub", "someone/adapters") == 0
-    assert json.loads((run / "export/adapter_config.json").read_text())["base_model_name_or_path"] == MODEL
+    flags = f"{RUN} --revision main --lora-rank 2 --push-to-hub someone/adapters"
+    assert _command(flags, "--save", str(run)) == 0
+    settings = json.loads((run / "export/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == MODEL
+    assert (settings["revision"], settings["task_type"]) == ("main", "SEQ_CLS")
     card = (run / "export/README.md").read_text()
     assert "library_name: peft" in card
     names: dict[str, Any] = {}
     folders = {name: str(model_folder(name, None, "weights", flag="")) for name in (MODEL, "someone/adapters")}
     code = card.split("```python\n")[1].split("```")[0]
     for name, folder in folders.items():
-        code = code.replace(f'"{name}"', f'"{folder}"')
+        code = re.sub(rf'(?<!hf_hub_download\()"{name}"', f'"{folder}"', code)
     exec(code, names)
     rows = names["tokenizer"](["it is good", "it is bad"], return_tensors="pt")
     expected = open_saved(run).model(**rows).logits

@@ -358,7 +358,7 @@ def _bare(name: str, model: PreTrainedModel) -> str:
 def _declared_weights(config: PreTrainedConfig, model: PreTrainedModel) -> frozenset[str]:
     """Return the weights that a folder must have by the class in its ``config.json``. Empty for an unknown class."""
     kind = getattr(transformers, (config.architectures or [""])[0], None)
-    if kind is None:
+    if kind is None or not isinstance(config, kind.config_class):  # its code is in the folder
         return frozenset()
     with torch.device("meta"):
         return frozenset(_bare(name, model) for name in kind(config).state_dict())

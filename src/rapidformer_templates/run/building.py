@@ -192,7 +192,7 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if first.itemsize != second.itemsize or (first.is_contiguous() and second.is_contiguous()):
         return True
-    elements = torch.arange(max(ends))  # the columns of a matrix lie between one another, and do not overlap
+    elements = torch.arange(int(max(ends)))  # the columns of a matrix lie between one another, and do not overlap
     used = [elements.as_strided(one.shape, one.stride(), one.storage_offset()) for one in both]
     return bool(torch.isin(*used).any())
 
