@@ -266,6 +266,8 @@ def _plan_script(script: str, words: list[str]) -> int:
     checks: list[Check] = []
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
+    if "build_model" not in overridden_hooks(kind):
+        checks.append(check_not_quantized)
     about_script: AboutScript = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
     measure = None
     if source and "build_optimizer" in about_script["hooks"]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from collections.abc import Set as Names
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +30,6 @@ from rapidformer_templates.models.architectures import (
 )
 from rapidformer_templates.models.model_files import (
     DEQUANTIZED,
-    NOT_QUANTIZED,
     check_config_file,
     check_weight_files,
     explain_config_errors,
@@ -336,7 +334,9 @@ def _load_weights(
         raise ModelError(
             f"the weights in {path} cannot be read: {_first_line(error)}",
             where=PRETRAINED,
-            hint=NOT_QUANTIZED if quantization_of(folder) else "download the folder again",
+            hint="install what its format needs, or name the model that it was made from"
+            if quantization_of(folder)
+            else "download the folder again",
         ) from error
     of_head = {name for name in model.state_dict() if name.partition(".")[0] in left_out}
     differing = info["missing_keys"] | info["unexpected_keys"]
@@ -365,7 +365,12 @@ def _declared_weights(config: PreTrainedConfig, model: PreTrainedModel) -> froze
 
 
 def _check_weights(
-    model: PreTrainedModel, info: LoadingInfo, path: str, auto_class: str, declared: Names, of_head: Names
+    model: PreTrainedModel,
+    info: LoadingInfo,
+    path: str,
+    auto_class: str,
+    declared: Collection[str],
+    of_head: Collection[str],
 ) -> None:
     """Check that a folder has the weights that its ``config.json`` and the task require.
 
@@ -410,7 +415,7 @@ def _check_weights(
         raise ModelError(message, where=PRETRAINED, hint="set tie_word_embeddings to false there")
 
 
-def _is_stranger(name: str, model: PreTrainedModel, declared: Names) -> bool:
+def _is_stranger(name: str, model: PreTrainedModel, declared: Collection[str]) -> bool:
     """Return whether a weight in the files belongs into a block, but the model has no place for it.
 
     It is of one more block, or a bias or a layer that the blocks lack. Former versions of transformers also saved

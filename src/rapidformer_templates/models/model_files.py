@@ -28,8 +28,6 @@ CONVERTED = "moe-"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 DEQUANTIZED = ("fp8", "mxfp4")
 """Formats of quantized weights that transformers dequantizes while it reads them."""
-
-NOT_QUANTIZED = "name the model that it was made from; --lora-rank 16 --quantize-base nf4 keeps its weights in 4 bits"
 FROM_FOLDER = (None, "HuggingFaceTokenizer")
 """Values of ``--tokenizer-type`` whose tokenizer is in a folder."""
 
@@ -120,8 +118,9 @@ def check_not_quantized(config: RunConfig) -> None:
 def quantized_error(what: str, method: str, *, where: str) -> ModelError:
     """Return the error for a model with weights in codes."""
     message = f"{what} are quantized ({method}), and only weights in floating-point numbers are trained"
-    dequantize = "; or dequantize it (docs/adapters.md)" if method == "bitsandbytes" else ""
-    return ModelError(message, where=where, hint=NOT_QUANTIZED + dequantize)
+    hint = "name the model that it was made from; --lora-rank 16 --quantize-base nf4 keeps its weights in 4 bits"
+    hint += "; or dequantize it (docs/adapters.md)" if method == "bitsandbytes" else ""
+    return ModelError(message, where=where, hint=hint)
 
 
 def check_tokenizer_files(config: RunConfig) -> None:

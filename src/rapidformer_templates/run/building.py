@@ -169,7 +169,7 @@ def check_memory(model: nn.Module) -> None:
     """
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not is_lazy(tensor) and tensor.numel():
+        if not is_lazy(tensor) and tensor.layout == torch.strided and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
     for sharing in by_storage.values():
         for (one, first), (other, second) in combinations(sharing, 2):

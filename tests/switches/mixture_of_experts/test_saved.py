@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rapidformer_templates.switches.mixture_of_experts.exported import load_mixture
@@ -27,6 +28,11 @@ def test_a_converted_model_is_read_again(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, job.model.eval()(IDS).logits, rtol=1e-6, atol=1e-7)
     assert json.loads((export / "config.json").read_text())["num_experts"] == 4
+    weights = load_file(export / "model.safetensors")
+    name = next(name for name in weights if "experts" in name)
+    save_file({other: weight for other, weight in weights.items() if other != name}, export / "model.safetensors")
+    with pytest.raises(ValueError, match=f"1 weights of a GPT2LMHeadModel are missing in .*: {name}"):
+        load_mixture(export)
 
 
 def test_a_mixture_of_transformers_stays_one(tmp_path: Path) -> None:

@@ -248,8 +248,8 @@ def read_model(
         _untie(adapted)
         merged = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
     _note_untied(merged)
-    # A head that was trained with the adapters is stored with them, and the base may have other weights in its place.
-    missing = set(info["missing_keys"]) - _names_in(folder)
+    # A head that was trained with the adapters is stored with them. The base has none, or one of another shape.
+    missing = (info["missing_keys"] | {name for name, _, _ in info["mismatched_keys"]}) - _names_in(folder)
     return merged, {"missing_keys": missing, "mismatched_keys": set(), "unexpected_keys": set()}
 
 

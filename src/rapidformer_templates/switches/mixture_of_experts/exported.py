@@ -90,12 +90,16 @@ def load_mixture(folder: str | Path, auto_class: str = "AutoModelForCausalLM") -
         auto_class: transformers' class for the task.
 
     Raises:
-        ValueError: the folder is not marked. Load it with transformers' own ``from_pretrained``.
+        ValueError: the folder is not marked, so ``from_pretrained`` loads it. Or weights are missing.
     """
     import transformers
 
     folder = Path(folder)
     if not is_marked(folder):
         raise ValueError(f"{folder} does not hold a mixture of this library: use {auto_class}.from_pretrained")
-    model, _ = read_model(getattr(transformers, auto_class), folder, read_config(folder))
+    model, info = read_model(getattr(transformers, auto_class), folder, read_config(folder))
+    if missing := info["missing_keys"] | {name for name, _, _ in info["mismatched_keys"]}:
+        raise ValueError(
+            f"{len(missing)} weights of a {type(model).__name__} are missing in {folder}: {min(missing)} …"
+        )
     return model.eval()
