@@ -224,6 +224,20 @@ def test_a_folder_of_adapters_is_a_pretrained_model(base: Path, tmp_path: Path) 
         assert (model.eval()(tokens).logits - adapted(tokens).logits).abs().max() < 1e-6
 
 
+def test_adapters_of_a_script_get_no_others(base: Path) -> None:
+    """The export would name modules inside of peft's model, which nothing could load."""
+
+    class Job(PretrainedJob):
+        folder = str(base)
+
+        def make(self) -> torch.nn.Module:
+            model: torch.nn.Module = peft.get_peft_model(super().make(), peft.LoraConfig(target_modules=["c_attn"]))
+            return model
+
+    with pytest.raises(ModelError, match="PeftModel already has adapters, and --lora-rank adds others"):
+        trained(Job(STEPS.split()))
+
+
 def test_all_linear_leaves_the_head_out() -> None:
     from rapidformer_templates.switches.lora.transform import targets_of
 
