@@ -149,6 +149,9 @@ def test_folders_that_do_not_fit(pretrained: Path, configure: Configure) -> None
     assert f"{pretrained / 'config.json'} is not JSON" in refused(config)
     (pretrained / "config.json").unlink()
     assert f"there is no config.json in {pretrained}" in refused(config)
+    (pretrained / "export").mkdir()
+    (pretrained / "export/config.json").write_text("{}", encoding="utf-8")
+    assert f"name {pretrained / 'export'}" in refused(config)  # it is the folder of a run
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(

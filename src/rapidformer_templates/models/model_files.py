@@ -59,8 +59,8 @@ def no_model_error() -> ModelError:
 def check_config_file(folder: Path) -> None:
     """Raise a :class:`ModelError` if a model folder has no ``config.json``, or one that cannot be a model's."""
     if not config_file(folder).is_file():
-        hint = "name the folder that holds the model"
-        raise ModelError(f"there is no config.json in {folder}", where=PRETRAINED, hint=hint)
+        holds = folder / "export" if config_file(folder / "export").is_file() else "the folder that holds the model"
+        raise ModelError(f"there is no config.json in {folder}", where=PRETRAINED, hint=f"name {holds}")
     read_model_config(folder)
 
 
