@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from rapidformer_templates.data.loader import sample_lengths
-from rapidformer_templates.data.order import Order, SampleOrder
+from rapidformer_templates.data.order import Order, SampleOrder, keep_apart
 from rapidformer_templates.data.streaming import StreamOrder
 from rapidformer_templates.data.types import Endless, SampleSet
 from rapidformer_templates.errors import ConfigError
@@ -47,6 +47,7 @@ def build_order(run: Run, samples: SampleSet | Endless) -> Order:
         order, line = load_object(ordering.order)(run, samples)
         say(run.workers, line)
         return order
+    keep_apart(samples, run.plan.sizes.global_batch)
     if isinstance(samples, Endless):
         return StreamOrder(samples, run.plan.sizes.global_batch, training.seed)
     if group is None:
