@@ -18,8 +18,8 @@ from rapidformer_templates.data.shapes import Shape
 WINDOW = 50
 """Number of global batches that are sorted by length together. More means less padding, fewer means more randomness."""
 
-WHOLE_PASSES: dict[str, object] = {"passes over the data": "whole"}
-"""Marks an order that is not the one of older versions: each pass has each sample once, whatever its batches are."""
+PASSES = "passes over the data"
+"""Key of what the order depends on, if it is not the order of older versions: each pass has each sample once."""
 
 
 def spread(order: np.ndarray, before: Sequence[int], end: int, identity: Callable[[int], int] = int) -> None:
@@ -230,7 +230,7 @@ class SampleOrder(Order):
         if self.identity:
             values["the corpus"] = self.identity
         if not self.by_epochs and not self.in_order and (self._crosses_borders or self.lengths is not None):
-            values |= WHOLE_PASSES
+            values[PASSES] = "whole"
         return values
 
     def _span(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

@@ -40,6 +40,9 @@ PLAIN_TEMPLATE = """\
 Answers end with the end token.
 """
 
+PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
+DATE_NOTE = "the chat template writes the date, so a resume on another day has other samples (--allow-changed-data)"
+
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -62,6 +65,7 @@ class ChatTemplate:
 
     Attributes:
         is_plain: the template is the plain one.
+        notes: remarks about it for the user.
 
     Raises:
         DataError: the tokenizer has several templates and no default.
@@ -77,6 +81,9 @@ class ChatTemplate:
         except ValueError as error:
             hint = "keep one of its templates, under the name default"
             raise DataError("the tokenizer has no default chat template", where="chat template", hint=hint) from error
+        self.notes = [PLAIN_NOTE] if self.is_plain else []
+        if "strftime_now" in self._source:
+            self.notes.append(DATE_NOTE)
         self._tokens = tokenizer.special_tokens_map
         self._is_marked = MARKED.search(self._source) is not None
 
@@ -183,7 +190,6 @@ T = TypeVar("T")
 Fields = TypeVar("Fields")
 PREDICTION_ADVICE = "fix the row: each row gets an answer"
 """Advice for a row to predict that cannot be used."""
-PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
 
 
 @dataclass
@@ -209,8 +215,7 @@ class ChatReader:
     @cached_property
     def _template(self) -> ChatTemplate:
         template = ChatTemplate(self.tokenizer)
-        if template.is_plain:
-            self.notes.append(PLAIN_NOTE)
+        self.notes += [note for note in template.notes if note not in self.notes]
         return template
 
     def samples(self, name: str, part: DataPart, columns: Columns) -> TokenizedSamples:

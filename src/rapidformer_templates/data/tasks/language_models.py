@@ -26,7 +26,7 @@ from rapidformer_templates.data.finetuning.chat import (
     read_prompt,
     rows_of,
 )
-from rapidformer_templates.data.finetuning.chat_samples import PLAIN_NOTE, PREDICTION_ADVICE, ChatReader
+from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader, ChatTemplate
 from rapidformer_templates.data.finetuning.tables import DataPart, LoadedDataset, UsableRows, part_of_stream
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate, padded_left
 from rapidformer_templates.data.loader import to_device
@@ -201,8 +201,9 @@ class CausalLM(ContinuesTexts):
         raw = self.read_rows()
         columns = self._columns(raw.train)
         sets = sets_of(raw, self, partial(self._set, columns))
-        if raw.stream is not None and columns.kind in ("chat", "instruction") and not self.tokenizer.chat_template:
-            self.notes.append(PLAIN_NOTE)  # no part was read whole, which would have added this note
+        if raw.stream is not None and columns.kind in ("chat", "instruction"):
+            notes = ChatTemplate(self.tokenizer).notes  # a part that was read whole has added them
+            self.notes += [note for note in notes if note not in self.notes]
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)
         if self.packs:
