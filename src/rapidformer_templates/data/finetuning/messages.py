@@ -7,7 +7,8 @@ Source: OpenAI's reference of ``chat/completions`` and ``responses``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from rapidformer_templates.data.text.bad_lines import BadLines
@@ -84,6 +85,11 @@ def kind_of_value(value: object) -> str:
         return "empty"
     names = {"list": "a list", "dict": "an object", "str": "a text"}
     return names.get(type(value).__name__, f"of type {type(value).__name__}")
+
+
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common beginning of two sequences."""
+    return sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(first, second, strict=False)))
 
 
 def joined_parts(content: list[object], what: str) -> str:

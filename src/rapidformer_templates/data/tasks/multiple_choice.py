@@ -179,7 +179,7 @@ class MultipleChoice(Task):
         """Return a row of tokens for each choice of each example."""
         contexts = [example.context for example in examples for _ in example.choices]
         choices = [choice for example in examples for choice in example.choices]
-        return tokenized(self.tokenizer, contexts, choices, max_length=self.seq_length)
+        return tokenized(self.tokenizer, contexts, choices, max_length=self.seq_length, notes=self.notes)
 
     @classmethod
     def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:
