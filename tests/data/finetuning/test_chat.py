@@ -342,6 +342,15 @@ def test_templates_that_cannot_be_used(load: Load, tmp_path: Path) -> None:
     assert [line.strip() for line in str(caught.value.where).splitlines()] == places
 
 
+def test_a_template_sees_the_keys_of_the_row(load: Load) -> None:
+    """A table gives every object the keys of all rows. The template gets those that the row has, at any depth."""
+    metas: list[dict[str, Any]] = [{"a": 1}, {"b": {"c": [{"d": 2}]}}, {"b": {"e": 3}}, {"b": {"c": [{"f": 4}]}}]
+    rows = [{"messages": [{**GOOD[0], "meta": meta}, GOOD[1]]} for meta in metas]
+    task = load(rows, CHATML.replace("m['content']", "m['content'] + (m.meta | tojson if m.meta else '')"))
+    texts = [task.tokenizer.decode(sample["input_ids"]) for sample in _built(task)]
+    assert [json.loads(text[text.index("{") : text.rindex("}") + 1]) for text in texts] == metas
+
+
 PIECES = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ m['content'] }}{% endgeneration %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"

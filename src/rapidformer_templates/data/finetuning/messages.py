@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import ROW_READERS, Row, data_suffix
@@ -39,14 +40,14 @@ def read_messages(value: object, what: str) -> list[Message]:
 
 
 def _message(value: object, what: str) -> Message:
-    """Return a message in the current form. Keys that are None (tables add them) are left out.
+    """Return a message in the current form. Keys that are None (tables add them at any depth) are left out.
 
     Raises:
         DataError: the message has no role or no text, an unknown role, or an empty answer.
     """
     if not isinstance(value, dict):
         raise DataError(f"{what} is {kind_of_value(value)}", hint='write {"role": …, "content": …}')
-    message = {key: entry for key, entry in value.items() if entry is not None}
+    message = _without_none(value)
     if "role" not in message and "from" in message:
         role = message.pop("from")
         message = {"role": OLDER_ROLES.get(str(role), role), "content": message.pop("value", None), **message}
@@ -68,6 +69,13 @@ def _message(value: object, what: str) -> Message:
     if role == "assistant" and not content.strip():
         raise DataError(f"{what} is an empty answer")
     return {**message, "role": role, "content": content}
+
+
+def _without_none(value: Any) -> Any:
+    """Return a value without the keys that are None, in all objects inside it."""
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _refuse_ignored_fields(message: Message, what: str) -> None:
