@@ -66,6 +66,13 @@ def test_parts_are_found_by_their_names(tmp_path: Path, configure: Configure, la
     assert [path.stem for path in found.parts["test"]] == [Path(layout.format(part="test")).name]  # found, but not read
 
 
+def test_a_plan_counts_no_rows_that_may_be_left_out(tmp_path: Path, configure: Configure) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "a b", "label": "x"}, {"text": None, "label": "x"}])
+    flags = {"data_dir": str(tmp_path), "task": "sequence_classification", "validation_fraction": 0.0}
+    assert training_samples(configure(**flags)) == 2
+    assert training_samples(configure(**flags, skip_bad_lines=True)) is None
+
+
 def test_shards_and_saved_parts(tmp_path: Path, configure: Configure) -> None:
     write(tmp_path, "train-00000-of-00002", "parquet", ROWS[:5])
     write(tmp_path, "train-00001-of-00002", "parquet", ROWS[5:])
