@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from rapidformer_templates.system import launch
 if TYPE_CHECKING:
     from rapidformer_templates.data.finetuning.tables import DataPart
     from rapidformer_templates.data.tasks.base import Inputs, Task
+    from rapidformer_templates.data.text.files import Row
 
 DESCRIPTION = """Predict each row of a file with the exported model of a run, or with any model of transformers.
 
@@ -214,7 +215,10 @@ def _write(output: Path, part: DataPart, records: Sequence[object]) -> None:
 
     temporary = output.with_name(output.name + ".tmp")
     with writing(output):
-        rows = (finite({**row, KEY: record}) for row, record in zip(part.table, records, strict=True))
+        rows: Iterator[Row] = (
+            {name: finite(value) for name, value in {**row, KEY: record}.items()}
+            for row, record in zip(part.table, records, strict=True)
+        )
         write_rows(temporary, output, rows)
         sync(temporary)
         temporary.rename(output)

@@ -178,10 +178,14 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
     # The csv module's default limit of 128 KiB per field is meant for spreadsheets, not for documents.
     csv.field_size_limit(2**31 - 1)
     delimiter = _delimiter_of(path, delimiter)
-    quoting = csv.QUOTE_NONE if delimiter == "\t" and _quotes_are_text(path) else csv.QUOTE_MINIMAL
     broken: set[int] = set()
     # strict: an unclosed quote would otherwise silently swallow the rest of the file.
-    reader = csv.reader(_decoded(path, broken), delimiter=delimiter, quoting=quoting, strict=True)
+    reader = csv.reader(
+        _decoded(path, broken),
+        delimiter=delimiter,
+        quoting=csv.QUOTE_NONE if delimiter == "\t" and _quotes_are_text(path) else csv.QUOTE_MINIMAL,
+        strict=True,
+    )
     header: list[str] | None = None
     while True:
         start = reader.line_num + 1  # a quoted field may contain line breaks, so a record can span lines

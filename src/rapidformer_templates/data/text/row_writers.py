@@ -9,30 +9,29 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from rapidformer_templates.data.text.files import Row, data_suffix, is_compressed
 
 to_json = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=str)
 
 
-def _write_lines(file: BinaryIO, rows: Iterable[Row]) -> None:
+def _write_lines(file: io.BufferedIOBase, rows: Iterable[Row]) -> None:
     file.writelines(f"{to_json(row)}\n".encode() for row in rows)
 
 
-def _write_list(file: BinaryIO, rows: Iterable[Row]) -> None:
+def _write_list(file: io.BufferedIOBase, rows: Iterable[Row]) -> None:
     lines = ",\n".join(map(to_json, rows))
     file.write(f"[\n{lines}\n]\n".encode())
 
 
-def _write_parquet(file: BinaryIO, rows: Iterable[Row]) -> None:
+def _write_parquet(file: io.BufferedIOBase, rows: Iterable[Row]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist(list(rows)), file)
 
 
-def _write_delimited(file: BinaryIO, rows: Iterable[Row], delimiter: str) -> None:
+def _write_delimited(file: io.BufferedIOBase, rows: Iterable[Row], delimiter: str) -> None:
     """Write a column for each value. An object has one for each of its keys (``prediction.label``), a list is JSON."""
     flat = [dict(_cells(row)) for row in rows]
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
@@ -50,7 +49,7 @@ def _cells(values: Mapping[str, object], before: str = "") -> Iterable[tuple[str
             yield before + key, to_json(value) if isinstance(value, list) else value
 
 
-ROW_WRITERS: dict[str, Callable[[BinaryIO, Iterable[Row]], None]] = {
+ROW_WRITERS: dict[str, Callable[[io.BufferedIOBase, Iterable[Row]], None]] = {
     ".jsonl": _write_lines,
     ".json": _write_list,
     ".csv": partial(_write_delimited, delimiter=","),
