@@ -1,4 +1,4 @@
-"""Each pass over a set has each sample once, and no batch holds a sample twice, whatever the size, batch and source."""
+"""Each pass over a set has each sample once, and no batch holds a sample twice, for any size, batch and source."""
 
 from __future__ import annotations
 

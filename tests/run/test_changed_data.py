@@ -1,4 +1,4 @@
-"""A resume notices samples that are not those of its checkpoint, from every source, and goes on with them if asked."""
+"""A resume notices samples that are not those of its checkpoint, from every source, and continues if asked."""
 
 from __future__ import annotations
 

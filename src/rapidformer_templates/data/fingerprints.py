@@ -30,7 +30,7 @@ KEPT, SHOWN = 4000, 20
 def checksum(sample: object, start: int = 0) -> int:
     """Return the CRC-32 of the content of a sample: tensors, arrays, images, texts and numbers in any containers.
 
-    Of an object of another class only the name of the class counts.
+    An object of another class only counts with the name of its class.
 
     Args:
         start: checksum of what comes before.

@@ -203,7 +203,7 @@ class SampleOrder(Order):
         if self.lengths is None:
             return self._span(begin, stop)
         # Samples of similar length: a window of positions is sorted by length and then shuffled by batches. A batch
-        # across a border is a window of its own.
+        # across a border is a separate window.
         window, number = divmod(index, WINDOW)
         if begin >= end:
             number = 0

@@ -289,7 +289,7 @@ def _best_of_this_run(saved: Position, path: Path, folder: RunFolder | None, wor
 
 
 FACTS_OF_DATA = ("training samples", "the corpus", PASSES, "shapes", "checksum of the lengths")
-"""What the order depends on that ``--allow-changed-data`` lets change. The rest are flags and the files of a stream."""
+"""Keys of ``Position.data`` that ``--allow-changed-data`` lets change. Others are flags and the files of a stream."""
 
 
 def _check_data(saved: Position, fresh: Position, path: Path, run: Run) -> None:

@@ -417,7 +417,7 @@ TRAINING = {
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_the_templates_for_training(load: Load, name: str) -> None:
-    """Each answer is learned as it is written after its generation prompt, whatever follows."""
+    """Each answer is learned as it is written after its generation prompt, no matter what follows."""
     template = (ROOT / f"examples/chat-templates/{name}.jinja").read_text(encoding="utf-8")
     task = load([{"messages": talk} for talk in TALKS], template, seq_length=400)
     tokenizer, rendered = task.tokenizer, ChatTemplate(task.tokenizer)

@@ -104,7 +104,7 @@ class ChoiceColumns:
         """
         text = label_text(value)
         numbers = range(self.first, self.first + count)
-        indices = {str(name): i for given in (numbers, names[:count]) for i, name in enumerate(given)}
+        indices = {str(name): i for some in (numbers, names[:count]) for i, name in enumerate(some)}
         if text not in indices:
             what = "is empty" if text is None else f"is {text}; the row has {count} choices"
             hint = f"write the number of the right choice ({numbers[0]} to {numbers[-1]}) or its letter"

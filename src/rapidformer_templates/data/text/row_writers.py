@@ -34,11 +34,11 @@ def _write_parquet(file: io.BufferedIOBase, rows: Iterable[Row]) -> None:
 def _write_delimited(file: io.BufferedIOBase, rows: Iterable[Row], delimiter: str) -> None:
     """Write a column for each value. An object has one for each of its keys (``prediction.label``), a list is JSON."""
     flat = [dict(_cells(row)) for row in rows]
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(dict.fromkeys(key for row in flat for key in row)), delimiter=delimiter)
     writer.writeheader()
     writer.writerows(flat)
-    text.detach()
+    file.write(text.getvalue().encode())
 
 
 def _cells(values: Mapping[str, object], before: str = "") -> Iterable[tuple[str, object]]:

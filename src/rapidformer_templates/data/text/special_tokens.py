@@ -35,11 +35,11 @@ def drop_repeated(
     """
     added, names, repeats = added_tokens(tokenizer), list(encoded), 0
     for row, ids in enumerate(encoded["input_ids"]):
-        kept = once(ids, added)
-        if kept != slice(0, len(ids)):
+        tokens = once(ids, added)
+        if tokens != slice(0, len(ids)):
             repeats += 1
             for name in names:
-                encoded[name][row] = encoded[name][row][kept]
+                encoded[name][row] = encoded[name][row][tokens]
     note = "texts begin or end with special tokens that the tokenizer adds, so it does not add them again"
     if repeats and notes is not None and note not in notes:
         notes.append(note)
