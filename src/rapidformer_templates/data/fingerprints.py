@@ -90,4 +90,4 @@ def difference(was: Fingerprint, now: Fingerprint) -> str | None:
         before, after = (repr(text[max(common - SHOWN, 0) : common + SHOWN]) for text in texts)
         return f"the first one has {after} where it had {before}"
     others = sum(a != b for a, b in zip(was["some"], now["some"], strict=True))
-    return f"{others} of {len(now['some'])} of them differ" if others else "one of them differs"
+    return f"{others} of {len(now['some'])} that are compared differ" if others else "another one differs"

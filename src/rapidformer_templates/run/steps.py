@@ -50,11 +50,14 @@ def build_order(run: Run, samples: SampleSet | Endless) -> Order:
     keep_apart(samples, run.plan.sizes.global_batch)
     if isinstance(samples, Endless):
         return StreamOrder(samples, run.plan.sizes.global_batch, training.seed)
+    count, batch = len(samples), run.plan.sizes.global_batch
+    if count < batch and training.epochs is None:
+        say(run.workers, f"note       {count:,} samples are fewer than the global batch of {batch:,}: a step repeats some")
     if group is None:
         group = training.fine_tunes and not run.config.data.pack_sequences  # packed rows all have the same length
     return SampleOrder(
-        len(samples),
-        run.plan.sizes.global_batch,
+        count,
+        batch,
         training.seed,
         by_epochs=training.epochs is not None,
         lengths=sample_lengths(samples, run.data, training=True) if group and not in_order else None,
