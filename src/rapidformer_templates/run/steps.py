@@ -52,7 +52,7 @@ def build_order(run: Run, samples: SampleSet | Endless) -> Order:
         return StreamOrder(samples, run.plan.sizes.global_batch, training.seed)
     count, batch = len(samples), run.plan.sizes.global_batch
     if count < batch and training.epochs is None:
-        say(run.workers, f"note       {count:,} samples are fewer than the global batch of {batch:,}: a step repeats some")
+        say(run.workers, f"note       there are {count:,} samples for a global batch of {batch:,}: a step repeats some")
     if group is None:
         group = training.fine_tunes and not run.config.data.pack_sequences  # packed rows all have the same length
     return SampleOrder(
