@@ -46,7 +46,7 @@ def ways(lengths: np.ndarray) -> dict[str, Callable[[], tuple[Order, Shape | Non
         return SampleOrder(len(lengths), ROWS, SEED, by_epochs=True, lengths=lengths if grouped else None)
 
     def dynamic(cap: int, multiple: int = 1) -> tuple[Order, None]:
-        return DynamicOrder(lengths, choose_shapes(lengths, BUDGET, cap, multiple), 1, SEED, by_epochs=True), None
+        return DynamicOrder(lengths, choose_shapes(lengths, BUDGET, cap, multiple), 1, SEED), None
 
     found: dict[str, Callable[[], tuple[Order, Shape | None]]] = {
         MAXIMUM: lambda: (static(False), Shape(ROWS, LONGEST)),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pandas
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, GPT2LMHeadModel, pipeline
@@ -83,15 +85,42 @@ def test_files_of_every_kind_and_any_number_of_workers(tmp_path: Path, bert: Pat
         "drawn": [str(gpt), *["--max-new-tokens", "5", "--micro-batch-size", "4", "--temperature", "2", "--seed", "3"]],
     }
     run_in_workers(
-        2, predict_all, {f"{tmp_path}/{name}.shared": [*of, "--input", str(jsonl)] for name, of in shared.items()}
+        2, predict_all, {f"{tmp_path}/{name}.shared.jsonl": [*of, "--input", str(jsonl)] for name, of in shared.items()}
     )
     one = write_jsonl(tmp_path / "one-row.jsonl", rows[:1])
     wanted_of_one = predict(bert, one, tmp_path / "of-one.jsonl")
-    run_in_workers(2, predict_all, {f"{tmp_path}/of-one.shared": [str(bert), "--input", str(one)]})
-    assert lines_of(tmp_path / "of-one.shared") == wanted_of_one
+    run_in_workers(2, predict_all, {f"{tmp_path}/of-one.shared.jsonl": [str(bert), "--input", str(one)]})
+    assert lines_of(tmp_path / "of-one.shared.jsonl") == wanted_of_one
     for name in shared:
-        assert (tmp_path / f"{name}.shared").read_bytes() == (tmp_path / f"{name}.jsonl").read_bytes(), name
+        assert (tmp_path / f"{name}.shared.jsonl").read_bytes() == (tmp_path / f"{name}.jsonl").read_bytes(), name
     assert (tmp_path / "greedy.jsonl").read_bytes() != (tmp_path / "drawn.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_the_output_has_the_format_of_its_name(tmp_path: Path, bert: Path) -> None:
+    texts = ['"w1 said', 'a; "b", c', "x\ty", "two\r\nlines", "é", "NA"]
+    source = write_jsonl(
+        tmp_path / "rows.jsonl", [{"text": t, "list": [i, 2], "none": None} for i, t in enumerate(texts)]
+    )
+    wanted = predict(bert, source, tmp_path / "out.jsonl")
+    for name in ("out.json", "out.parquet", "out.csv", "out.tsv", "out.csv.gz", "out.TSV"):
+        assert main(["predict", str(bert), "--input", str(source), "--output", str(tmp_path / name)]) == 0
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == wanted
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == wanted
+    for name, delimiter in (("out.csv", ","), ("out.tsv", "\t"), ("out.csv.gz", ","), ("out.TSV", "\t")):
+        frame = pandas.read_csv(tmp_path / name, sep=delimiter, keep_default_na=False)
+        columns = [
+            "text",
+            "list",
+            "none",
+            *(f"prediction.{key}" for key in ("label", "score", "scores.bad", "scores.good")),
+        ]
+        assert list(frame) == columns
+        assert frame["text"].tolist() == texts
+        assert frame["prediction.scores.good"].tolist() == [row["prediction"]["scores"]["good"] for row in wanted]
+        again = predict(bert, tmp_path / name, tmp_path / f"{name}.jsonl")  # it can be read again
+        assert [row["text"] for row in again] == texts
+        assert [row["prediction"] for row in again] == [row["prediction"] for row in wanted]
 
 
 def test_what_is_refused(tmp_path: Path, bert: Path, capsys: Any) -> None:
@@ -111,6 +140,12 @@ def test_what_is_refused(tmp_path: Path, bert: Path, capsys: Any) -> None:
             (rows, ("--output", str(rows), "--overwrite"), "already exists"),
             (tmp_path / "none.csv", ("--output", str(kept), "--overwrite"), "none.csv does not exist"),
             (rows, ("--output", str(tmp_path)), "is a folder"),
+            (
+                rows,
+                ("--output", f"{tmp_path}/out.xlsx"),
+                "files .xlsx are not written\n  where  --output\n  help   use .jsonl,",
+            ),
+            (rows, ("--output", f"{tmp_path}/out"), "files without an ending are not written"),
             (rows, ("--temperature", "-1"), "--temperature must be at least 0"),
         ):
             assert main(["predict", str(bert), "--input", str(source), "--output", output, *given, *workers]) == 2

@@ -118,6 +118,31 @@ def test_columns_of_known_data_sets(load: Load, bert_folder: Path, row: dict[str
     assert samples[0]["labels"] == 1
 
 
+NUMBERED = {
+    "winogrande": (
+        {"sentence": "the cat", "option1": "runs", "option2": "eats"},
+        "answer",
+        ["1", "2", "2", "1"],
+        [0, 1, 1, 0],
+    ),
+    "a list from one": ({"context": "the cat", "choices": ["a", "dog", "it"]}, "label", [3, 1, 2, 1], [2, 0, 1, 0]),
+    "copa": ({"premise": "the cat", "choice1": "runs", "choice2": "eats"}, "label", [1, 0, 0, 1], [1, 0, 0, 1]),
+    "a list from zero": ({"context": "the cat", "choices": ["a", "dog", "it"]}, "label", [1, 1, 2, 1], [1, 1, 2, 1]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+@pytest.mark.parametrize("skips", [False, True])
+def test_numbers_of_choices_begin_at_zero_or_one(load: Load, tmp_path: Path, name: str, skips: bool) -> None:
+    row, column, labels, wanted = NUMBERED[name]
+    write_jsonl(tmp_path / "valid.jsonl", [row | {column: labels[0]}])  # the training part decides
+    task = load([row | {column: label} for label in labels], skip_bad_lines=skips)
+    data = task.build_data()
+    train, valid = data.train, data.valid
+    assert [train[i]["labels"] for i in range(len(train))] == wanted  # type: ignore[index, arg-type]
+    assert valid[0]["labels"] == wanted[0]  # type: ignore[index, call-overload]
+
+
 def test_a_named_label_comes_before_an_index(load: Load) -> None:
     """ARC names the choices of some rows 1 to 4."""
     choices = {"text": ["a", "b", "c"], "label": ["1", "2", "3"]}

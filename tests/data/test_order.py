@@ -30,26 +30,6 @@ def _requests(order: SampleOrder, steps: range, data_size: int, accumulation: in
     ]
 
 
-@pytest.mark.slow
-@given(SIZES, BATCHES, st.booleans(), st.booleans(), st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
-def test_an_epoch_holds_each_sample_once(size: int, batch: int, grouped: bool, by_epochs: bool, seed: int) -> None:
-    lengths = np.random.default_rng(1).integers(1, 9, size) if grouped else None
-    order = SampleOrder(size, batch, seed, by_epochs=by_epochs, lengths=lengths)
-    if by_epochs:
-        steps = [order.step(step)[0] for step in range(2 * order.steps_per_epoch)]
-        epochs = steps[: order.steps_per_epoch], steps[order.steps_per_epoch :]
-        assert all(sorted(np.concatenate(epoch)) == list(range(size)) for epoch in epochs)
-        return
-    # Without borders between epochs, complete windows contain complete runs of positions. None are lost or doubled.
-    steps = range(100)
-    drawn = [order.step(step) for step in steps]
-    of_position = dict(zip(np.concatenate([p for _, p in drawn]), np.concatenate([s for s, _ in drawn]), strict=True))
-    assert sorted(of_position) == list(range(100 * batch))
-    for start in range(0, 100 * batch - size + 1, size):
-        assert sorted(of_position[p] for p in range(start, start + size)) == list(range(size))
-
-
 @given(SIZES, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_ranks_and_micro_batches_share_the_step(

@@ -16,10 +16,12 @@ from sklearn.metrics import f1_score
 from transformers import AutoTokenizer
 
 from rapidformer_templates.data.finetuning.labels import label_text
+from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.run.predictions import samples_as_part
 from tests.support.texts import TINY, WORDS, write_jsonl
 
 Configure = Callable[..., RunConfig]
@@ -230,6 +232,22 @@ def test_token_classification(load: Load, bert_folder: Path) -> None:
     # by hand: one of two entities is found, one has the wrong type
     metrics = task.compute_metrics([["O", "B-PER", "I-PER", "O", "B-PER"]], [names])
     assert metrics == pytest.approx({"precision": 0.5, "recall": 0.5, "f1": 0.5, "accuracy": 0.8})
+
+
+@pytest.mark.parametrize("odd", ["\u00ad", "\u200b", "", " "])
+def test_a_word_without_a_token_keeps_its_tag(load: Load, bert_folder: Path, odd: str) -> None:
+    rows = [{"tokens": ["the", odd, "house", odd], "ner_tags": ["O", "B-X", "I-X", "B-X"]}] * 2
+    tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+    assert tokenizer([odd], is_split_into_words=True, add_special_tokens=False)["input_ids"] == []
+    task = load("token_classification", rows, rows)
+    batch = batch_of(task.build_data(), 1)
+    assert tokenizer.decode(batch["input_ids"][0]) == "[CLS] the [UNK] house [UNK] [SEP]"
+    assert [task.labels[i] for i in batch["labels"][0] if i >= 0] == rows[0]["ner_tags"]
+    assert task.notes == [f"words without a token ({odd!r}) are read as [UNK]"]
+    inputs = task.inputs(samples_as_part([{"tokens": ["the", odd]}]))
+    (record,) = task.records(task.build_model().eval(), [inputs.rows[0]], Generation())
+    assert len(record["tags"]) == 2
+    assert None not in record["tags"]
 
 
 def test_tokens_and_tags_as_text(load: Load, tmp_path: Path, gpt_folder: Path) -> None:

@@ -188,6 +188,7 @@ CASES = {
 
 ELSEWHERE = {
     "config": "tests/planning/test_config.py",
+    "allow_changed_data": "tests/run/test_changed_data.py",
     "template": "tests/commands/test_main.py",
     "user_script": "tests/run/test_planning_of_script.py",
     "nproc_per_node": "tests/system/test_launch.py",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,15 +31,16 @@ from rapidformer_templates.system import launch
 if TYPE_CHECKING:
     from rapidformer_templates.data.finetuning.tables import DataPart
     from rapidformer_templates.data.tasks.base import Inputs, Task
+    from rapidformer_templates.data.text.files import Row
 
 DESCRIPTION = """Predict each row of a file with the exported model of a run, or with any model of transformers.
 
 Rows come from a .csv, .tsv, .json, .jsonl or .parquet file with the columns of the task, or are the lines of a .txt
-file. Each line of the output is the row with its prediction, in the order of the input, with any number of
+file. Each row of the output is the row with its prediction, in the order of the input, with any number of
 workers."""
 
 KEY = "prediction"
-"""Key of the prediction in an output line, next to the columns of the row."""
+"""Key of the prediction in a row of the output, next to the columns of the row."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class FileFlags:
     """Files"""
 
     input: str | None = flag(None, "rows to predict: .txt, .csv, .tsv, .json, .jsonl or .parquet", metavar="FILE")
-    output: str | None = flag(None, "where the predictions go, one JSON object per line", metavar="FILE")
+    output: str | None = flag(
+        None, "where the predictions go: .jsonl (an object per line), .json, .csv, .tsv or .parquet", metavar="FILE"
+    )
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,9 @@ def _check_files(values: Values) -> None:
     """
     if launch.is_worker():
         return
+    from rapidformer_templates.data.text.files import data_suffix
+    from rapidformer_templates.data.text.row_writers import ROW_WRITERS
+
     mistakes = MistakeCollector()
     for name in ("input", "output"):
         if name not in values:
@@ -136,6 +141,9 @@ def _check_files(values: Values) -> None:
         elif output.exists() and (not values.get("overwrite", False) or (source.exists() and output.samefile(source))):
             hint = "give another one, or --overwrite"
             mistakes.errors.append(ConfigError(f"{output} already exists", where="--output", hint=hint))
+        elif data_suffix(output) not in ROW_WRITERS:
+            what = f"files {output.suffix or 'without an ending'} are not written"
+            mistakes.errors.append(ConfigError(what, where="--output", hint=f"use {', '.join(ROW_WRITERS)}"))
     mistakes.raise_all()
 
 
@@ -202,13 +210,15 @@ def _predict(config: RunConfig, task: Task, part: DataPart, inputs: Inputs) -> i
 
 def _write(output: Path, part: DataPart, records: Sequence[object]) -> None:
     """Write the records to a temporary file and rename it, so that the output is never incomplete."""
+    from rapidformer_templates.data.text.row_writers import write_rows
     from rapidformer_templates.system.files import finite, sync, writing
 
     temporary = output.with_name(output.name + ".tmp")
     with writing(output):
-        with temporary.open("w", encoding="utf-8") as file:
-            for row, record in zip(part.table, records, strict=True):
-                line = finite({**row, KEY: record})
-                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+        rows: Iterator[Row] = (
+            {name: finite(value) for name, value in {**row, KEY: record}.items()}
+            for row, record in zip(part.table, records, strict=True)
+        )
+        write_rows(temporary, output, rows)
         sync(temporary)
         temporary.rename(output)

@@ -6,7 +6,7 @@ The number of workers, the micro batch size, loader processes and resuming do no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,61 @@ from rapidformer_templates.data.shapes import Shape
 
 WINDOW = 50
 """Number of global batches that are sorted by length together. More means less padding, fewer means more randomness."""
+
+PASSES = "passes over the data"
+"""Key of what the order depends on, if it is not the order of older versions: each pass has each sample once."""
+
+
+def spread(order: np.ndarray, before: Sequence[int], end: int, identity: Callable[[int], int] = int) -> None:
+    """Reorder a pass over the data, in place, so that it does not repeat the last samples before it too soon.
+
+    Any ``len(before) + 1`` consecutive samples then are distinct, if the samples before ``end`` allow it.
+
+    Args:
+        order: the samples of the pass in random order.
+        before: identities of the last samples before the pass.
+        end: only samples before this index are exchanged.
+        identity: returns the identity of a sample.
+    """
+    last = {sample: index for index, sample in enumerate(before)}
+    for i in range(min(len(before), end)):
+        if last.get(identity(order[i]), -1) >= i:
+            j = next((j for j in range(i + 1, end) if last.get(identity(order[j]), -1) < i), i)
+            order[i], order[j] = order[j], order[i]
+
+
+class Passes:
+    """The samples of each pass over a data set: permutations that depend only on a seed.
+
+    Passes follow one another without a gap. Any ``apart`` consecutive samples are distinct, if there are as many.
+
+    Args:
+        size: number of samples.
+        seed: seed of the permutations.
+        apart: number of consecutive samples that must be distinct. 1 allows all permutations.
+    """
+
+    def __init__(self, size: int, seed: tuple[int, ...], apart: int = 1) -> None:
+        self.size, self.seed, self.apart = size, seed, apart
+        self._drawn = NewestEpochs(self._draw)
+
+    def __getitem__(self, epoch: int) -> np.ndarray:
+        return self._drawn[epoch]
+
+    def _draw(self, epoch: int) -> np.ndarray:
+        if not 1 < self.apart <= self.size:
+            return self._permutation(epoch)
+        if self.size < 2 * self.apart:
+            return self._permutation(0)  # few samples: one order for all passes
+        order = self._permutation(epoch)
+        if epoch:
+            # The last samples of a pass are never exchanged, so those of the pass before are known without its order.
+            before = self._permutation(epoch - 1)[1 - self.apart :].tolist()
+            spread(order, before, self.size - self.apart + 1)
+        return order
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((*self.seed, epoch)).permutation(self.size)
 
 
 @dataclass(frozen=True)
@@ -45,12 +100,10 @@ class Order(Protocol):
 
     Attributes:
         seed: seed of everything random in it.
-        by_epochs: whether batches end at the end of an epoch.
         steps_per_epoch: optimizer steps of one pass over the data.
     """
 
     seed: int
-    by_epochs: bool
     steps_per_epoch: int
 
     def epoch(self, step: int) -> float:
@@ -76,12 +129,23 @@ class Order(Protocol):
         """Return what the samples of a step depend on, as plain values. A resumed run must have the same values."""
 
 
+def keep_apart(samples: object, count: int) -> None:
+    """Tell a set with its own order that any ``count`` of its consecutive samples are a batch.
+
+    If it has as many samples, none of them may then occur twice. A set without ``keep_apart`` repeats none too soon.
+    """
+    tell: Callable[[int], None] | None = getattr(samples, "keep_apart", None)
+    if tell:
+        tell(count)
+
+
 class SampleOrder(Order):
     """The order of the training samples.
 
     Samples are drawn from an endless sequence of positions. Position ``p`` is in epoch ``p // size``, and each epoch is
     a new permutation. By epochs, each epoch is split into batches separately, and its last batch may be shorter. By
-    iterations, batches continue across the borders of epochs.
+    iterations, all batches are whole, and one continues across the border of two epochs. No batch holds a sample twice,
+    unless there are fewer samples than it has.
 
     Args:
         size: number of samples.
@@ -113,8 +177,9 @@ class SampleOrder(Order):
         self.in_order = in_order
         self.identity = identity
         self.steps_per_epoch = math.ceil(size / global_batch)
-        self._permutations = NewestEpochs(self._permutation)
-        self._window: tuple[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = ((-1, -1), [])
+        self._crosses_borders = not by_epochs and size % global_batch > 0
+        self._passes = Passes(size, (seed, Stream.ORDER), global_batch if self._crosses_borders else 1)
+        self._window: tuple[int, list[tuple[np.ndarray, np.ndarray]]] = (-1, [])
 
     def epoch(self, step: int) -> float:
         """Return the passes over the data that are complete before ``step``."""
@@ -124,44 +189,57 @@ class SampleOrder(Order):
 
     def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (sample indices, positions) of the global batch of ``step``. Positions never repeat in a run."""
-        epoch, index, end = 0, step, None
+        size, count = self.size, self.global_batch
+        # The batches of an epoch are at the positions from ``first`` to ``end``. A batch across its end comes after.
         if self.by_epochs:
             epoch, index = divmod(step, self.steps_per_epoch)
-            end = (epoch + 1) * self.size
+            first, end = epoch * size, (epoch + 1) * size
+        else:
+            epoch = step * count // size
+            first, end = -(-epoch * size // count) * count, (epoch + 1) * size // count * count
+            index = step - first // count
+        begin = first + index * count
+        stop = min(begin + count, end) if self.by_epochs else begin + count
         if self.lengths is None:
-            return self._span(epoch * self.size + index * self.global_batch, self.global_batch, end)
-        # Samples of similar length: a window of positions is sorted by length and then shuffled by batches.
+            return self._span(begin, stop)
+        # Samples of similar length: a window of positions is sorted by length and then shuffled by batches. A batch
+        # across a border is a separate window.
         window, number = divmod(index, WINDOW)
-        if self._window[0] != (epoch, window):
-            count = WINDOW * self.global_batch
-            samples, positions = self._span(epoch * self.size + window * count, count, end)
+        if begin >= end:
+            number = 0
+        else:
+            begin -= number * count
+            stop = min(begin + WINDOW * count, end)
+        if self._window[0] != begin:
+            samples, positions = self._span(begin, stop)
             by_length = np.argsort(self.lengths[samples], kind="stable")
-            batches = [by_length[i : i + self.global_batch] for i in range(0, len(by_length), self.global_batch)]
+            batches = [by_length[i : i + count] for i in range(0, len(by_length), count)]
             shuffled = np.random.default_rng((self.seed, Stream.BATCHES, epoch, window)).permutation(len(batches))
-            self._window = ((epoch, window), [(samples[batches[i]], positions[batches[i]]) for i in shuffled])
+            self._window = (begin, [(samples[batches[i]], positions[batches[i]]) for i in shuffled])
         return self._window[1][number]
 
     def depends_on(self) -> dict[str, object]:
         """Return what the samples of a step depend on."""
-        return {
+        values: dict[str, object] = {
             "--seed": self.seed,
             "--global-batch-size": self.global_batch,
             "training samples": self.size,
             "by epochs": self.by_epochs,
             "--group-by-length": self.lengths is not None,
-        } | ({"the corpus": self.identity} if self.identity else {})
+        }
+        if self.identity:
+            values["the corpus"] = self.identity
+        if not self.by_epochs and not self.in_order and (self._crosses_borders or self.lengths is not None):
+            values[PASSES] = "whole"
+        return values
 
-    def _span(self, start: int, count: int, end: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return (sample indices, positions) of ``count`` consecutive positions, or of those before ``end``."""
-        stop = start + count if end is None else min(start + count, end)
+    def _span(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (sample indices, positions) of consecutive positions."""
         positions = np.arange(start, stop)
         if self.in_order:
             return positions, positions
         parts = []
         for epoch in range(start // self.size, (stop - 1) // self.size + 1):  # nearly always one
             first = epoch * self.size
-            parts.append(self._permutations[epoch][max(start - first, 0) : stop - first])
+            parts.append(self._passes[epoch][max(start - first, 0) : stop - first])
         return parts[0] if len(parts) == 1 else np.concatenate(parts), positions
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self.seed, Stream.ORDER, epoch)).permutation(self.size)

@@ -1,9 +1,9 @@
 """Streams of rows, samples and windows, in the same order for all workers, with bookmarks for resuming.
 
 The rows come from an iterable data set of ``datasets``, whose state stores the current position. They are read in
-blocks. The samples of a block depend only on its rows, on the rest of the previous block, and on the seed. Samples are
-numbered consecutively. Nothing else decides which samples are in a step. Each worker reads the whole stream and takes
-the samples with its own numbers.
+blocks, which end with each pass over the files. The samples of a block depend only on its rows, on the rest of the
+previous block, and on the seed. Samples are numbered consecutively. Nothing else decides which samples are in a step.
+Each worker reads the whole stream and takes the samples with its own numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from rapidformer_templates.data.finetuning.messages import rows_with_texts
-from rapidformer_templates.data.order import Order
+from rapidformer_templates.data.fingerprints import checksum
+from rapidformer_templates.data.order import Order, spread
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.bad_lines import BadLines, add_by_reason
 from rapidformer_templates.data.text.encoding import Encoder, EncodingJob, EncodingRecipe
@@ -213,14 +214,19 @@ class StreamedSamples(Endless):
         self.make = make
         self.seed = seed
         self.buffer = buffer
-        self.identity = f"{identity}, {buffer} rows shuffled together"
+        self.identity = f"{identity}, {buffer} rows of a pass shuffled together"
+        self.apart = 1
         self.bookmark: Bookmark = {
-            "position": 0, "block": 0, "epoch": 0, "stream": rows.state(), "left": None, "reasons": {}
+            "position": 0, "block": 0, "epoch": 0, "stream": rows.state(), "left": None, "reasons": {}, "last": []
         }  # fmt: skip
         self._beginning = self._known = copy.deepcopy(self.bookmark)
         self._next = self.bookmark
         self._blocks: list[_Block] = []
         self._block_of_position: dict[int, _Block] = {}
+
+    def keep_apart(self, count: int) -> None:
+        """Let any ``count`` consecutive samples be distinct, as far as the order of a block can achieve it."""
+        self.apart = count if self.buffer else 1  # rows in their own order never repeat too soon
 
     def go_to(self, bookmark: Bookmark) -> None:
         """Move to the position at which a stream of the same files, seed and buffer returned this bookmark."""
@@ -278,7 +284,7 @@ class StreamedSamples(Endless):
             generator = np.random.default_rng((self.seed, Stream.BLOCKS, self._next["block"]))
             result = self.make(rows, self._next["left"], generator)
             count, skipped = len(result.samples), [*skipped, *result.skipped]
-            order = generator.permutation(count) if self.buffer else np.arange(count)
+            order, last = self._order(result.samples, generator)
             block = _Block(result.samples, order, bookmark)
             self._next = {
                 "position": block.first + count,
@@ -288,6 +294,7 @@ class StreamedSamples(Endless):
                 "left": result.remainder,
                 # A checkpoint of an older version has no reasons.
                 "reasons": add_by_reason(self._next.get("reasons", {}), skipped),
+                "last": last,
             }
             if count:
                 return block
@@ -295,16 +302,31 @@ class StreamedSamples(Endless):
                 message = "there is no sample in any of the files"
                 raise DataError(message, where=str(self.rows.files[0]), hint="use more text, or a shorter --seq-length")
 
+    def _order(self, samples: SampleSet, generator: np.random.Generator) -> tuple[np.ndarray, list[int]]:
+        """Return the order of the samples of a block, and checksums of the last samples so far."""
+
+        def identity(index: int) -> int:
+            return checksum(samples[int(index)])
+
+        order, before = np.arange(len(samples)), self._next["last"]
+        if self.buffer:
+            order = generator.permutation(len(samples))
+            spread(order, before, len(order), identity)
+        last = [*before, *map(identity, order[len(order) + 1 - self.apart :])]
+        return order, last[len(last) + 1 - self.apart :]
+
     def _next_rows(self) -> tuple[list[StreamedRow], list[str]]:
-        """Return the rows of a block, and the lines that were left out between them."""
+        """Return the rows of a block, all of one pass, and the lines that were left out between them."""
         rows: list[StreamedRow] = []
         skipped: list[str] = []
         began = self.rows.epoch
         while len(rows) < (self.buffer or BUFFER):
-            row = next(self.rows)
+            epoch, row = self.rows.epoch, next(self.rows)
             skipped += row.skipped
             if row.row is not None:
                 rows.append(row)
+            elif rows and self.rows.epoch > epoch:
+                break
             elif self.rows.epoch > began + 1 and not rows:
                 hint = "it needs at least one row"
                 raise DataError("the data set is empty", where=str(self.rows.files[0]), hint=hint)
@@ -331,7 +353,6 @@ class StreamOrder(Order):
     samples: Endless
     global_batch: int
     seed: int
-    by_epochs = False
     steps_per_epoch = 0
     """Unknown."""
 

@@ -283,6 +283,9 @@ class TrainingFlags:
     weights_only: bool = flag(
         False, "with --load: load only the weights and start everything else from scratch", only_with=("load", "DIR")
     )
+    allow_changed_data: bool = flag(
+        False, "with --resume or --load: continue although the training samples are not those of the checkpoint"
+    )
     lr: float | None = flag(None, "peak learning rate", minimum=0, usual=True)
     lr_decay_style: Literal[
         "linear",

@@ -63,6 +63,23 @@ def _best_is_known(request: Request) -> list[Finding]:
 
 
 @TRAINING_RULES.add(
+    "RF285",
+    "--allow-changed-data needs a checkpoint to continue from.",
+    "without its samples there is nothing that has changed",
+    "[rapidformer_templates]",
+    Example("--allow-changed-data"),
+    refusal="--allow-changed-data in a run that starts from the beginning, or from weights only.",
+)
+def _data_have_changed(request: Request) -> list[Finding]:
+    training = request.config.training
+    if not training.allow_changed_data or training.resume or (training.load and not training.weights_only):
+        return []
+    changes = (add({"resume": True}), drop({"allow_changed_data": False}))
+    message = "--allow-changed-data has no effect: no checkpoint is continued"
+    return [Finding(message, request.asked("allow_changed_data", "weights_only"), changes=changes)]
+
+
+@TRAINING_RULES.add(
     "RF111",
     "A run that may stop early is evaluated during training and keeps its best checkpoint.",
     "it stops when evaluations no longer improve on the best one, whose weights are exported",

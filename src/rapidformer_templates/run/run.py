@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, TypedDict
 
 from torch import nn
 
+from rapidformer_templates.data.fingerprints import Fingerprint
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.data.tasks import Task
@@ -48,6 +49,7 @@ class Position:
         best_loss: the loss of that evaluation. It decides between equal values of the metric.
         evaluations_since_best: number of evaluations since the metric was last better than before.
         data: everything that the order of the data depends on. A resumed run must match it.
+        fingerprint: of the training samples. A resumed run must have the same.
         base: identity of the frozen weights under adapters, which are not in the checkpoint. None without adapters.
         stream: position in a stream of samples. None if the data is not a stream.
         callbacks: states of the callbacks by name.
@@ -60,6 +62,7 @@ class Position:
     best_loss: float | None = None
     evaluations_since_best: int = 0
     data: dict[str, object] = field(default_factory=dict)
+    fingerprint: Fingerprint = field(default_factory=dict)
     base: str | None = None
     stream: Bookmark | None = None
     callbacks: CallbackStates = field(default_factory=dict)

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from rapidformer_templates.data.fingerprints import KEPT, Fingerprint, contents, difference, first_samples
+from rapidformer_templates.data.loader import field_of
+from rapidformer_templates.data.order import PASSES
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import WithoutAverages
 from rapidformer_templates.errors import CheckpointError, StorageFailed
@@ -136,7 +139,11 @@ def restore_run(run: Run) -> Position:
     """
     training, folder, engine, workers = run.config.training, run.folder, run.engine, run.workers
     base = engine.assembly.base
-    fresh = Position(data=run.order.depends_on() | sample_flags(run.config), base=base.identity if base else None)
+    fresh = Position(
+        data=run.order.depends_on() | sample_flags(run.config),
+        fingerprint=_fingerprint(run) if folder or training.load else {},
+        base=base.identity if base else None,
+    )
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only
     if path is None and training.resume:
@@ -153,7 +160,9 @@ def restore_run(run: Run) -> Position:
         return fresh
     reader = Reader(path)
     saved = Position.from_state(reader.state)
-    _check_fit(reader, saved, fresh, path)
+    check_base(reader, fresh.base)
+    _check_data(saved, fresh, path, run)
+    saved.data, saved.fingerprint = fresh.data, fresh.fingerprint
     saved.best = _best_of_this_run(saved, path, folder, workers)
     if saved.best is None:
         saved.evaluations_since_best = 0
@@ -279,20 +288,42 @@ def _best_of_this_run(saved: Position, path: Path, folder: RunFolder | None, wor
     return best
 
 
-def _check_fit(reader: Reader, saved: Position, fresh: Position, path: Path) -> None:
-    """Raise an error for a checkpoint with which the run would continue differently."""
-    check_base(reader, fresh.base)
-    changed = [
-        f"{name} was {saved.data.get(name)}, is {fresh.data.get(name)}"
-        for name in fresh.data | saved.data
-        if saved.data.get(name) != fresh.data.get(name)
-    ]
-    if changed:
-        raise CheckpointError(
-            f"the order of the data would change: {'; '.join(changed)}",
-            where=str(path),
-            hint="continue with the same values, or take only the weights with --load … --weights-only",
-        )
+FACTS_OF_DATA = ("training samples", "the corpus", PASSES, "shapes", "checksum of the lengths")
+"""Keys of ``Position.data`` that ``--allow-changed-data`` lets change. Others are flags and the files of a stream."""
+
+
+def _check_data(saved: Position, fresh: Position, path: Path, run: Run) -> None:
+    """Raise an error for a checkpoint with which the run would continue with other samples, unless a flag allows it."""
+    allowed = run.config.training.allow_changed_data
+    hint = "continue with the same values, or take only the weights with --load … --weights-only"
+    changed = [name for name in fresh.data | saved.data if saved.data.get(name) != fresh.data.get(name)]
+    texts = [f"{name} was {saved.data.get(name)}, is {fresh.data.get(name)}" for name in changed if name != PASSES]
+    texts = texts or ["the version that saved it orders the samples in another way"]
+    message = f"the order of the data would change: {'; '.join(texts)}"
+    if not changed and (how := difference(saved.fingerprint, fresh.fingerprint)):
+        message = f"the training samples are not those of the checkpoint: {how}"
+        hint = "use the same files, tokenizer and chat template (some write the date)"
+    elif not changed:
+        return
+    if set(changed) <= set(FACTS_OF_DATA):
+        if allowed:
+            say(run.workers, f"{message} (--allow-changed-data)", loud=True)
+            return
+        hint += ", or continue with --allow-changed-data"
+    raise CheckpointError(message, where=str(path), hint=hint)
+
+
+def _fingerprint(run: Run) -> Fingerprint:
+    """Return the fingerprint of the training samples, which is the same in every layout."""
+
+    def read() -> Fingerprint:
+        checksums, batch = first_samples(run.data, run.config.training.seed)
+        ids, text = field_of(batch, "input_ids"), ""
+        if run.task and ids is not None:
+            text = str(run.task.tokenizer.decode(ids.flatten().tolist()[:KEPT]))[:KEPT]
+        return {"some": checksums, "all": contents(run.data.train), "text": text} if checksums else {}
+
+    return run.workers.broadcast(read() if run.workers.is_main else {})
 
 
 def _check_optimizer(reader: Reader, engine: Engine) -> None:

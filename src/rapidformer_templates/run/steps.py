@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from rapidformer_templates.data.loader import sample_lengths
-from rapidformer_templates.data.order import Order, SampleOrder
+from rapidformer_templates.data.order import Order, SampleOrder, keep_apart
 from rapidformer_templates.data.streaming import StreamOrder
 from rapidformer_templates.data.types import Endless, SampleSet
 from rapidformer_templates.errors import ConfigError
@@ -47,13 +47,17 @@ def build_order(run: Run, samples: SampleSet | Endless) -> Order:
         order, line = load_object(ordering.order)(run, samples)
         say(run.workers, line)
         return order
+    keep_apart(samples, run.plan.sizes.global_batch)
     if isinstance(samples, Endless):
         return StreamOrder(samples, run.plan.sizes.global_batch, training.seed)
+    count, batch = len(samples), run.plan.sizes.global_batch
+    if count < batch and training.epochs is None:
+        say(run.workers, f"note       there are {count:,} samples for a global batch of {batch:,}: a step repeats some")
     if group is None:
         group = training.fine_tunes and not run.config.data.pack_sequences  # packed rows all have the same length
     return SampleOrder(
-        len(samples),
-        run.plan.sizes.global_batch,
+        count,
+        batch,
         training.seed,
         by_epochs=training.epochs is not None,
         lengths=sample_lengths(samples, run.data, training=True) if group and not in_order else None,

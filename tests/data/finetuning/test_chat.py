@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.collate import IGNORED
-from rapidformer_templates.data.finetuning.chat_samples import ChatTemplate, encode
+from rapidformer_templates.data.finetuning.chat_samples import NO_END_NOTE, ChatTemplate, encode
 from rapidformer_templates.data.tasks.language_models import CausalLM
 from rapidformer_templates.errors import DataError, Refused
 from rapidformer_templates.planning.config import RunConfig
@@ -38,6 +38,7 @@ LAST_TURN_DIFFERS = (
 )
 STRICT = "{{ raise_exception('roles must alternate') }}"
 
+ROOT = Path(__file__).parents[3]
 Message = dict[str, Any]
 Load = Callable[..., CausalLM]
 
@@ -339,6 +340,98 @@ def test_templates_that_cannot_be_used(load: Load, tmp_path: Path) -> None:
         load(rows, STRICT).build_data()
     places = [f"{tmp_path / 'train.jsonl'}:{line}" for line in (1, 2)]
     assert [line.strip() for line in str(caught.value.where).splitlines()] == places
+
+
+def test_a_template_sees_the_keys_of_the_row(load: Load) -> None:
+    """A table gives every object the keys of all rows. The template gets those that the row has, at any depth."""
+    metas: list[dict[str, Any]] = [{"a": 1}, {"b": {"c": [{"d": 2}]}}, {"b": {"e": 3}}, {"b": {"c": [{"f": 4}]}}]
+    rows = [{"messages": [{**GOOD[0], "meta": meta}, GOOD[1]]} for meta in metas]
+    task = load(rows, CHATML.replace("m['content']", "m['content'] + (m.meta | tojson if m.meta else '')"))
+    texts = [task.tokenizer.decode(sample["input_ids"]) for sample in _built(task)]
+    assert [json.loads(text[text.index("{") : text.rindex("}") + 1]) for text in texts] == metas
+
+
+PIECES = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}{% endgeneration %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ m['content'] + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}{% generation %}{{ eos_token }}{% endgeneration %}"
+)
+"""An answer in two marked pieces. The last piece of the text does not touch an answer."""
+
+
+def test_an_answer_in_several_marked_pieces(load: Load) -> None:
+    template = PIECES.removesuffix("{% generation %}{{ eos_token }}{% endgeneration %}")
+    rows = [{"messages": TALKS[0]}, {"prompt": TALKS[0][:3], "completion": TALKS[0][3:]}]
+    for row, learned in zip(rows, ("hello<|im_end|>hello dog 🐶<|im_end|>", "hello dog 🐶<|im_end|>"), strict=True):
+        task = load([row], template)
+        assert [_learned(task, sample) for sample in _built(task)] == [learned]
+    with pytest.raises(DataError, match="the chat template marks 3 answers of 2"):
+        load(rows[:1], PIECES).build_data()
+
+
+def test_a_template_that_opens_a_thought(load: Load) -> None:
+    template = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
+    with pytest.raises(DataError) as caught:
+        load([{"messages": GOOD}], template).build_data()
+    assert caught.value.message == (
+        r"the chat template asks for an answer with 'sistant\n<think>\n', and message 2 does not begin so"
+    )
+    assert "docs/fine-tuning-data.md" in str(caught.value.hint)
+    thought = [GOOD[0], {**GOOD[1], "content": "<think>\na tree</think>hello"}]
+    task = load([{"messages": thought}], template)
+    assert [_learned(task, sample) for sample in _built(task)] == ["a tree</think>hello<|im_end|>\n"]
+
+
+NO_END = CHATML.replace("'<|im_end|>' + ", "")
+ENDS: dict[str, tuple[str | None, bool, dict[str, Any]]] = {
+    "end": (CHATML, True, {}),
+    "marked": (MARKED, True, {}),
+    "plain": (None, True, {}),
+    "none": (NO_END, False, {}),
+    "not marked": (
+        MARKED.replace("'<|im_end|>' + '\n' }}{% endgeneration %}", "'' }}{% endgeneration %}<|im_end|>"),
+        False,
+        {},
+    ),
+    "all tokens": (NO_END, False, {"loss_on": "all"}),
+    "all tokens, end": (CHATML, True, {"loss_on": "all"}),
+    "stream": (NO_END, False, {"streaming": True}),
+    "stream, end": (CHATML, True, {"streaming": True}),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_template_without_an_end_after_answers_is_noted(load: Load, name: str) -> None:
+    template, has_end, flags = ENDS[name]
+    task = load([{"messages": talk} for talk in TALKS], template, **flags)
+    task.build_data()
+    assert (NO_END_NOTE in task.notes) == (not has_end)
+
+
+TRAINING = {
+    "qwen3": "<think>\n\n</think>\n\n{}<|im_end|>\n",
+    "phi3": "{}<|end|>\n",
+    "gpt-oss": "<|channel|>final<|message|>{}<|end|>",
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_templates_for_training(load: Load, name: str) -> None:
+    """Each answer is learned as it is written after its generation prompt, no matter what follows."""
+    template = (ROOT / f"examples/chat-templates/{name}.jinja").read_text(encoding="utf-8")
+    task = load([{"messages": talk} for talk in TALKS], template, seq_length=400)
+    tokenizer, rendered = task.tokenizer, ChatTemplate(task.tokenizer)
+    for talk in TALKS:
+        found = rendered.answers(talk)
+        assert found.text == tokenizer.apply_chat_template(talk, tokenize=False)
+        answers = [turn for turn, message in enumerate(talk) if message["role"] == "assistant"]
+        for (begin, end), turn in zip(found.answers, answers, strict=True):
+            prompt = tokenizer.apply_chat_template(talk[:turn], tokenize=False, add_generation_prompt=True)
+            assert found.text[:begin] == prompt
+            wanted = TRAINING[name].format(talk[turn]["content"])
+            is_last_of_gpt_oss = name == "gpt-oss" and turn == len(talk) - 1
+            assert found.text[begin:end] == (wanted.replace("<|end|>", "<|return|>") if is_last_of_gpt_oss else wanted)
+    assert len(_built(task)) == len(TALKS)
 
 
 def test_long_conversations_are_cut_and_counted(load: Load) -> None:

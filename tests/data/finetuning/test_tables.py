@@ -66,6 +66,13 @@ def test_parts_are_found_by_their_names(tmp_path: Path, configure: Configure, la
     assert [path.stem for path in found.parts["test"]] == [Path(layout.format(part="test")).name]  # found, but not read
 
 
+def test_a_plan_counts_no_rows_that_may_be_left_out(tmp_path: Path, configure: Configure) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "a b", "label": "x"}, {"text": None, "label": "x"}])
+    flags = {"data_dir": str(tmp_path), "task": "sequence_classification", "validation_fraction": 0.0}
+    assert training_samples(configure(**flags)) == 2
+    assert training_samples(configure(**flags, skip_bad_lines=True)) is None
+
+
 def test_shards_and_saved_parts(tmp_path: Path, configure: Configure) -> None:
     write(tmp_path, "train-00000-of-00002", "parquet", ROWS[:5])
     write(tmp_path, "train-00001-of-00002", "parquet", ROWS[5:])
@@ -119,6 +126,7 @@ BROKEN = {
     "ragged.csv": (b"text,label\na,1\nb\nc,3\n", 3, "the line has 1 columns, the header has 2"),
     "latin.csv": (b"text,label\na,1\nb,\xe9\nc,3\n", 3, "the text is not UTF-8"),
     "quotes.csv": (b'text,label\na,1\n"b"x,2\nc,3\n', 3, "broken quoting: ',' expected after '\"'"),
+    "carriage.csv": (b"text,label\na,1\nb\rd,2\nc,3\n", 3, "a carriage return is not at the end of the line"),
     "ragged.tsv": (b"text\tlabel\na\t1\nb\t2\t3\nc\t3\n", 3, "the line has 3 columns, the header has 2"),
 }
 
@@ -137,6 +145,40 @@ def test_a_bad_line_is_named_or_left_out(tmp_path: Path, configure: Configure, n
     assert raw.train.table["text"][:] == ["a", "c"]
     assert len(bad.skipped) == 1
     assert bad.skipped[0].startswith(f"{tmp_path / name}:{line}: {message}")
+
+
+GLUE = 'text\tlabel\n"w1 w2\ta\nw3 "w4"\tb\nw5 w6"\ta\n"w7"\tb\n'
+DIALECTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "quotes in texts.tsv": (GLUE, [('"w1 w2', "a"), ('w3 "w4"', "b"), ('w5 w6"', "a"), ('"w7"', "b")]),
+    "quotes in texts, dos.tsv": (
+        GLUE.replace("\n", "\r\n"),
+        [('"w1 w2', "a"), ('w3 "w4"', "b"), ('w5 w6"', "a"), ('"w7"', "b")],
+    ),
+    "quotes in texts, tabs.csv": (GLUE, [('"w1 w2', "a"), ('w3 "w4"', "b"), ('w5 w6"', "a"), ('"w7"', "b")]),
+    "a spreadsheet.tsv": ('text\tlabel\n"say ""a""\nb"\tx\nc\ty\n', [('say "a"\nb', "x"), ("c", "y")]),
+    "enclosed.tsv": ('text\tlabel\n"a\tb"\tx\n"c ""d"""\ty\n', [("a\tb", "x"), ('c "d"', "y")]),
+    "a comma in the header.csv": ("text;label, old\na;x\nb;y\n", [("a", "x"), ("b", "y")]),
+    "decimal commas.csv": ("text;score\na;1,5\nb;2,5\n", [("a", "1,5"), ("b", "2,5")]),
+    "a semicolon in the header.csv": ("text; raw,label\na,x\nb,y\n", [("a", "x"), ("b", "y")]),
+    "semicolons in texts.csv": ('text,label\na; b,x\n"c; d, e",y\n', [("a; b", "x"), ("c; d, e", "y")]),
+    "tabs in texts.csv": ('text,label\na\tb,x\n"c\td",y\n', [("a\tb", "x"), ("c\td", "y")]),
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_the_dialect_of_a_file_is_that_of_its_lines(tmp_path: Path, configure: Configure, name: str) -> None:
+    content, rows = DIALECTS[name]
+    (tmp_path / name).write_bytes(content.encode())
+    table = read_dataset(configure(data_dir=str(tmp_path), validation_fraction=0.0)).train.table
+    assert [tuple(row.values()) for row in table.to_list()] == rows
+
+
+def test_a_quote_that_joins_rows_is_named(tmp_path: Path, configure: Configure) -> None:
+    for name, content in {"ragged": 'text\tlabel\n"a\tx\nb\ty\nc"\tx\nd\n', "one": 'text\n"a\nb\nc"\nd\n'}.items():
+        (tmp_path / f"{name}.tsv").write_text(content, encoding="utf-8")
+        message = message_of(configure(data_dir=str(tmp_path), data_name=name))
+        assert "a quote joins 3 lines, which may be rows" in message
+        assert f"{tmp_path}/{name}.tsv:2" in message
 
 
 def test_an_open_quote_does_not_swallow_the_file_in_silence(tmp_path: Path, configure: Configure) -> None:

@@ -36,10 +36,10 @@ WORKERS = st.integers(1, 8)
 ACCUMULATION = st.integers(1, 3)
 
 
-def _order(size: int, micro_batches: int, by_epochs: bool = False, seed: int = 5, most: int = 4) -> DynamicOrder:
+def _order(size: int, micro_batches: int, seed: int = 5, most: int = 4) -> DynamicOrder:
     lengths = np.random.default_rng(size).lognormal(2, 0.8, size).astype(np.int64)  # an empty sample now and then
     budget = 3 * max(1, int(lengths.max()))
-    return DynamicOrder(lengths, choose_shapes(lengths, budget, most, 2), micro_batches, seed, by_epochs=by_epochs)
+    return DynamicOrder(lengths, choose_shapes(lengths, budget, most, 2), micro_batches, seed)
 
 
 def _requests(order: DynamicOrder, step: int, workers: int) -> list[list[BatchRequest]]:
@@ -51,33 +51,16 @@ def _requests(order: DynamicOrder, step: int, workers: int) -> list[list[BatchRe
     ]
 
 
-@given(SIZES, st.integers(1, 12), st.booleans(), st.integers(0, 3))
-@settings(max_examples=100, deadline=None)
-def test_an_epoch_holds_each_sample_once(size: int, micro_batches: int, by_epochs: bool, seed: int) -> None:
-    order = _order(size, micro_batches, by_epochs, seed)
-    # By iterations, ``order.batches`` steps end where ``micro_batches`` epochs do.
-    epochs = 2 if by_epochs else micro_batches
-    steps = 2 * order.steps_per_epoch if by_epochs else order.batches
-    drawn = [order.step(step) for step in range(steps)]
-    samples, places = (np.concatenate(column) for column in zip(*drawn, strict=True))
-    assert sorted(places) == list(range(epochs * size))
-    for epoch in range(epochs):
-        assert sorted(samples[places // size == epoch]) == list(range(size))
-    assert order.epoch(steps) == epochs
-
-
-@given(SIZES, WORKERS, ACCUMULATION, st.booleans(), st.integers(0, 30))
+@given(SIZES, WORKERS, ACCUMULATION, st.integers(0, 30))
 @settings(max_examples=150, deadline=None)
-def test_workers_share_what_one_worker_would_take(
-    size: int, workers: int, each: int, by_epochs: bool, step: int
-) -> None:
+def test_workers_share_what_one_worker_would_take(size: int, workers: int, each: int, step: int) -> None:
     micro_batches = workers * each
-    alone = _requests(_order(size, micro_batches, by_epochs), step, 1)[0]
-    shared = _requests(_order(size, micro_batches, by_epochs), step, workers)
+    alone = _requests(_order(size, micro_batches), step, 1)[0]
+    shared = _requests(_order(size, micro_batches), step, workers)
     assert [len(requests) for requests in shared] == [each] * workers
     dealt = [shared[rank][number] for number in range(each) for rank in range(workers)]
     assert dealt == alone
-    order = _order(size, micro_batches, by_epochs)
+    order = _order(size, micro_batches)
     busy = [request for request in dealt if not request.idle]
     samples, places = order.step(step)
     assert [sample for request in busy for sample in request.samples] == samples.tolist()
@@ -92,31 +75,29 @@ def test_workers_share_what_one_worker_would_take(
     assert lengths == sorted(lengths, reverse=True)
 
 
-@given(SIZES, st.integers(1, 12), st.booleans(), st.integers(0, 60))
+@given(SIZES, st.integers(1, 12), st.integers(0, 60))
 @settings(max_examples=80, deadline=None)
-def test_seeking_gives_the_same_step_as_walking(size: int, micro_batches: int, by_epochs: bool, step: int) -> None:
-    walked = _order(size, micro_batches, by_epochs)
+def test_seeking_gives_the_same_step_as_walking(size: int, micro_batches: int, step: int) -> None:
+    walked = _order(size, micro_batches)
     for earlier in range(step):
         walked.step(earlier)
-    assert _requests(walked, step, 1) == _requests(_order(size, micro_batches, by_epochs), step, 1)
+    assert _requests(walked, step, 1) == _requests(_order(size, micro_batches), step, 1)
 
 
 @given(SIZES, st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
 def test_steps_of_an_epoch_differ_by_one_batch_at_most(size: int, micro_batches: int) -> None:
-    order = _order(size, micro_batches, by_epochs=True)
+    order = _order(size, micro_batches)
     steps = [_requests(order, step, 1)[0] for step in range(order.steps_per_epoch)]
     busy = [sum(not request.idle for request in requests) for requests in steps]
     assert all(len(requests) == micro_batches for requests in steps)
     assert sum(busy) == order.batches
     assert min(busy) >= 1
     assert max(busy) - min(busy) <= 1
-    whole = [_requests(_order(size, micro_batches), step, 1)[0] for step in range(9)]
-    assert not any(request.idle for requests in whole for request in requests)
 
 
 def test_epochs_share_neither_batches_nor_their_order() -> None:
-    order = _order(80, 1, by_epochs=True)
+    order = _order(80, 1)
     first, second = (
         [order.step(epoch * order.steps_per_epoch + step)[0].tolist() for step in range(order.steps_per_epoch)]
         for epoch in range(2)
@@ -126,12 +107,12 @@ def test_epochs_share_neither_batches_nor_their_order() -> None:
     assert longest[0] != longest[1]
     assert all(epoch not in (sorted(epoch), sorted(epoch, reverse=True)) for epoch in longest)
     assert [order.step(step)[0].tolist() for step in range(3)] != [
-        _order(80, 1, by_epochs=True, seed=6).step(step)[0].tolist() for step in range(3)
+        _order(80, 1, seed=6).step(step)[0].tolist() for step in range(3)
     ]
 
 
 def test_fill_is_what_the_batches_of_an_epoch_hold() -> None:
-    order = _order(80, 1, by_epochs=True)
+    order = _order(80, 1)
     requests = [_requests(order, step, 1)[0][0] for step in range(order.steps_per_epoch)]
     padded = sum(request.shape.tokens for request in requests if request.shape)
     assert order.fill == pytest.approx(order.lengths.sum() / padded)
@@ -189,7 +170,7 @@ def test_gradient_of_a_step_is_that_of_its_samples_one_at_a_time(mask: bool) -> 
     """This holds for any padding and any rows without a sample, and also without a padding mask."""
     samples = _samples()
     lengths = np.array([len(sample["input_ids"]) for sample in samples])
-    order = DynamicOrder(lengths, choose_shapes(lengths, 60, 3, 8), 8, 5, by_epochs=True)
+    order = DynamicOrder(lengths, choose_shapes(lengths, 60, 3, 8), 8, 5)
 
     def has_empty_rows(step: int) -> bool:
         requests = _requests(order, step, 1)[0]
@@ -236,7 +217,7 @@ def test_a_compiler_sees_as_many_graphs_as_there_are_shapes(most: int) -> None:
 
     samples = _samples(400)
     lengths = np.array([len(sample["input_ids"]) for sample in samples])
-    order = DynamicOrder(lengths, choose_shapes(lengths, 60, most), 2, 5, by_epochs=True)
+    order = DynamicOrder(lengths, choose_shapes(lengths, 60, most), 2, 5)
     assert len(order.shapes) == most
     model = torch.compile(Mean(), backend=backend, dynamic=False)
     requests = train_requests(order, 0, 2 * order.steps_per_epoch, rank=0, data_size=1, accumulation=2)
@@ -278,7 +259,7 @@ def test_a_run_tells_what_it_padded_and_goes_on_where_it_was(tmp_path: Path) -> 
     plan = json.loads((tmp_path / "whole/plan.json").read_text())
     assert any("up to 60 tokens, at most 3 shapes" in note for note in plan["notes"])
     lengths = [len(sample["input_ids"]) for sample in _samples()]
-    order = DynamicOrder(np.array(lengths), choose_shapes(np.array(lengths), 60, 3, 8), 2, 1234, by_epochs=False)
+    order = DynamicOrder(np.array(lengths), choose_shapes(np.array(lengths), 60, 3, 8), 2, 1234)
     consumed = np.concatenate([order.step(step)[0] for step in range(9)])
     assert summary["samples"] == len(consumed)
     assert summary["tokens"] == sum(lengths[i] for i in consumed)

@@ -93,7 +93,7 @@ def _by_hand(order: DynamicOrder, steps: int) -> list[tuple[float, float]]:
 @pytest.mark.distributed
 def test_workers_follow_a_loop_by_hand_where_one_of_them_idles(runs: Any) -> None:
     lengths = np.array([len(sample["input_ids"]) for sample in _sequences()])
-    order = DynamicOrder(lengths, choose_shapes(lengths, 80, 3, 8), 2, 1234, by_epochs=True)
+    order = DynamicOrder(lengths, choose_shapes(lengths, 80, 3, 8), 2, 1234)
     assert order.batches % 2 == 1
     run = runs["pretrained-causal", "epochs"]
     _assert_close(run["curve"], _by_hand(order, 2 * order.steps_per_epoch))

@@ -22,9 +22,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from rapidformer_templates.data.collate import IGNORED, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import Columns, Completion, Example, read_example, rows_of
-from rapidformer_templates.data.finetuning.messages import Message
+from rapidformer_templates.data.finetuning.messages import Message, common_length
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.text.special_tokens import drop_repeated
 from rapidformer_templates.errors import DataError
 
 PLAIN_TEMPLATE = """\
@@ -39,6 +40,18 @@ PLAIN_TEMPLATE = """\
 
 Answers end with the end token.
 """
+
+PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
+DATE_NOTE = "the chat template writes the date, so a resume on another day has other samples (--allow-changed-data)"
+
+TRAINING_HINT = (
+    "use a template for training, which marks the answers with {% generation %} (docs/fine-tuning-data.md has some, "
+    "and trl.chat_template_utils), or learn all tokens with --loss-on all"
+)
+NO_END_NOTE = (
+    "no answer ends with an end token, so the model does not learn to stop: write the end token after an answer in the "
+    "chat template, inside of {% generation %} if it has that"
+)
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -62,6 +75,7 @@ class ChatTemplate:
 
     Attributes:
         is_plain: the template is the plain one.
+        notes: remarks about it for the user.
 
     Raises:
         DataError: the tokenizer has several templates and no default.
@@ -77,6 +91,9 @@ class ChatTemplate:
         except ValueError as error:
             hint = "keep one of its templates, under the name default"
             raise DataError("the tokenizer has no default chat template", where="chat template", hint=hint) from error
+        self.notes = [PLAIN_NOTE] if self.is_plain else []
+        if "strftime_now" in self._source:
+            self.notes.append(DATE_NOTE)
         self._tokens = tokenizer.special_tokens_map
         self._is_marked = MARKED.search(self._source) is not None
 
@@ -112,7 +129,13 @@ class ChatTemplate:
         if not learned:
             raise DataError("the conversation has no answer: no message is the assistant's")
         if self._is_marked:
-            text, marked = self._render(messages, marks=True)
+            text, pieces = self._render(messages, marks=True)
+            marked = pieces[:1]
+            for begin, end in pieces[1:]:
+                if begin == marked[-1][1]:  # one answer in several pieces, such as a text and its end marker
+                    marked[-1] = marked[-1][0], end
+                else:
+                    marked.append((begin, end))
             if len(marked) != len(turns):
                 raise DataError(f"the chat template marks {len(marked)} answers of {len(turns)}")
             return Rendered(text, marked[len(turns) - len(learned) :])
@@ -123,13 +146,17 @@ class ChatTemplate:
         # The first message has no prompt. If it is an answer, its header is learned, too.
         prompt = self.render(messages[:turn], add_generation_prompt=True) if turn else ""
         through = text if turn == len(messages) - 1 else self.render(messages[: turn + 1])
-        if not (text.startswith(through) and through.startswith(prompt) and len(prompt) < len(through)):
-            raise DataError(
-                f"the chat template writes what is before message {turn + 1}, or that message, in another way "
-                "when more messages follow, so that it is unknown where the answer begins",
-                hint="mark the answers in the template with {% generation %}, or learn all tokens with --loss-on all",
+        if text.startswith(through) and through.startswith(prompt) and len(prompt) < len(through):
+            return len(prompt), len(through)
+        common = common_length(prompt, through)
+        if text.startswith(through) and common < len(prompt):  # it opens a thought that the answer does not have
+            what = f"asks for an answer with {prompt[max(common - 8, 0) :]!r}, and message {turn + 1} does not begin so"
+        else:
+            what = (
+                f"writes what is before message {turn + 1}, or that message, in another way when more messages follow, "
+                "so that it is unknown where the answer begins"
             )
-        return len(prompt), len(through)
+        raise DataError(f"the chat template {what}", hint=TRAINING_HINT)
 
 
 @dataclass(frozen=True)
@@ -149,14 +176,17 @@ class EncodedChat:
     is_truncated: bool = False
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, special: bool) -> Iterator[EncodedChat]:
+def encode(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, special: bool, notes: list[str] | None = None
+) -> Iterator[EncodedChat]:
     """Tokenize texts, and find the tokens of their answers by character offsets.
 
     A token belongs to an answer if its last character does. A token that also has characters from before the answer is
     learned and counted in ``split``. At inference such a prompt would end inside that token.
 
     Args:
-        special: add special tokens around the text. Rendered conversations already have theirs.
+        special: add special tokens around a text that does not have them. Rendered conversations have theirs.
+        notes: receives remarks for the user.
     """
     for start in range(0, len(texts), 1000):
         chunk = texts[start : start + 1000]
@@ -167,6 +197,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, spe
             return_offsets_mapping=True,
             verbose=False,
         )
+        if special:
+            drop_repeated(tokenizer, encoded.data, notes)
         for rendered, ids, offsets in zip(chunk, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
             # Tokens added after the text have the end offset 0. They end where the text ends.
@@ -183,7 +215,6 @@ T = TypeVar("T")
 Fields = TypeVar("Fields")
 PREDICTION_ADVICE = "fix the row: each row gets an answer"
 """Advice for a row to predict that cannot be used."""
-PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
 
 
 @dataclass
@@ -197,6 +228,7 @@ class ChatReader:
         whole: parts are complete. False for blocks of a stream, which may end up with no rows.
         bad: receives rows that cannot be used. The caller raises an error about them.
         notes: remarks about the data for the user.
+        learns_to_stop: the model will write answers, so that they need an end.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -205,13 +237,17 @@ class ChatReader:
     whole: bool = True
     bad: BadLines = field(default_factory=BadLines)
     notes: list[str] = field(default_factory=list)
+    learns_to_stop: bool = True
 
     @cached_property
     def _template(self) -> ChatTemplate:
         template = ChatTemplate(self.tokenizer)
-        if template.is_plain:
-            self.notes.append(PLAIN_NOTE)
+        self.notes += [note for note in template.notes if note not in self.notes]
         return template
+
+    @cached_property
+    def _end_tokens(self) -> tuple[str, ...]:
+        return tuple(self.tokenizer.get_added_vocab())
 
     def samples(self, name: str, part: DataPart, columns: Columns) -> TokenizedSamples:
         """Return ``input_ids``, and with ``answers_only`` also ``labels``, which are -100 outside of answers.
@@ -222,8 +258,7 @@ class ChatReader:
         Raises:
             DataError: a row cannot be used, or no answer has a token within the length.
         """
-        texts = self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(fields)))
-        chats = self.encoded(texts)
+        chats = self.encoded(self.rendered(part, columns))
         usable = [tokens for tokens in chats if not self.answers_only or tokens.learned[1:].any()]
         self._add_notes(name, part, chats, len(usable))
         samples = {"input_ids": Ragged(tokens.ids for tokens in usable)}
@@ -232,6 +267,10 @@ class ChatReader:
             # The first token of a sample has no context to be predicted from.
             samples["labels"] = Ragged(np.append(IGNORED, row[1:]) for row in labels)
         return TokenizedSamples(samples)
+
+    def rendered(self, part: DataPart, columns: Columns) -> list[Rendered]:
+        """Return the text of each row that can be used."""
+        return self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(fields)))
 
     def read(self, part: DataPart, rows: Iterable[Fields], read_row: Callable[[Fields], T]) -> list[T]:
         """Apply a function to each row. Rows that cannot be used are left out and noted in ``bad``.
@@ -255,13 +294,22 @@ class ChatReader:
         """Tokenize texts of one kind, truncated to the length. Texts without a chat template get an end token."""
         end, length = self.tokenizer.eos_token_id, self.seq_length
         bare = bool(texts) and texts[0].bare  # a column holds one kind of value
+        if texts and self.learns_to_stop and not any(map(self._has_end, texts)) and NO_END_NOTE not in self.notes:
+            self.notes.append(NO_END_NOTE)
         chats = []
-        for tokens in encode(self.tokenizer, texts, special=bare):
+        for tokens in encode(self.tokenizer, texts, special=bare, notes=self.notes):
             ids, learned = tokens.ids, tokens.learned
             if bare and end is not None and end not in ids[-1:]:
                 ids, learned = np.append(ids, end), np.append(learned, True)
             chats.append(EncodedChat(ids[:length], learned[:length], tokens.split, is_truncated=len(ids) > length))
         return chats
+
+    def _has_end(self, rendered: Rendered) -> bool:
+        """Whether an answer of a text, or the whole text, ends with a token that cannot be part of a word."""
+        if rendered.bare:
+            return self.tokenizer.eos_token_id is not None
+        ends = [end for _, end in rendered.answers] or [len(rendered.text)]
+        return any(rendered.text[:end].rstrip().endswith(self._end_tokens) for end in ends)
 
     def render(self, example: Example) -> Rendered:
         """Return the text of a conversation or completion, and the positions of its answers."""

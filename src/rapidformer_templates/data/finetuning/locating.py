@@ -411,7 +411,8 @@ def training_samples(config: RunConfig) -> int | None:
     flags = config.data
     is_local = flags.data_dir is not None and Path(flags.data_dir).exists()  # a plan must not download a data set
     has_samples_as_rows = config.training.task in tasks_with(lambda task: task.rows_are_samples)
-    if not has_samples_as_rows or flags.pack_sequences or flags.streaming or not is_local:
+    may_leave_out = flags.skip_bad_lines  # only a task knows which rows it cannot use
+    if not has_samples_as_rows or flags.pack_sequences or flags.streaming or may_leave_out or not is_local:
         return None
     total = 0
     try:

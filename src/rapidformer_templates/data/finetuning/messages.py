@@ -7,8 +7,10 @@ Source: OpenAI's reference of ``chat/completions`` and ``responses``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import ROW_READERS, Row, data_suffix
@@ -38,14 +40,14 @@ def read_messages(value: object, what: str) -> list[Message]:
 
 
 def _message(value: object, what: str) -> Message:
-    """Return a message in the current form. Keys that are None (tables add them) are left out.
+    """Return a message in the current form. Keys that are None (tables add them at any depth) are left out.
 
     Raises:
         DataError: the message has no role or no text, an unknown role, or an empty answer.
     """
     if not isinstance(value, dict):
         raise DataError(f"{what} is {kind_of_value(value)}", hint='write {"role": …, "content": …}')
-    message = {key: entry for key, entry in value.items() if entry is not None}
+    message = _without_none(value)
     if "role" not in message and "from" in message:
         role = message.pop("from")
         message = {"role": OLDER_ROLES.get(str(role), role), "content": message.pop("value", None), **message}
@@ -69,6 +71,13 @@ def _message(value: object, what: str) -> Message:
     return {**message, "role": role, "content": content}
 
 
+def _without_none(value: Any) -> Any:
+    """Return a value without the keys that are None, in all objects inside it."""
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
+
+
 def _refuse_ignored_fields(message: Message, what: str) -> None:
     """Refuse fields that a chat template would silently ignore."""
     if message.get("tool_calls") or message.get("function_call"):
@@ -84,6 +93,11 @@ def kind_of_value(value: object) -> str:
         return "empty"
     names = {"list": "a list", "dict": "an object", "str": "a text"}
     return names.get(type(value).__name__, f"of type {type(value).__name__}")
+
+
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common beginning of two sequences."""
+    return sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(first, second, strict=False)))
 
 
 def joined_parts(content: list[object], what: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat, takewhile
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from rapidformer_templates.data.collate import IGNORED, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import ChatExample, Completion, Example, read_completion
 from rapidformer_templates.data.finetuning.chat_samples import ChatReader, EncodedChat
 from rapidformer_templates.data.finetuning.labels import label_text
-from rapidformer_templates.data.finetuning.messages import read_messages
+from rapidformer_templates.data.finetuning.messages import common_length, read_messages
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.types import Sample
 from rapidformer_templates.errors import DataError
@@ -107,23 +107,18 @@ def _read_pair(fields: tuple[object, object, object]) -> tuple[Example, Example]
     pair: tuple[Example, Example]
     if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
         chosen, rejected = read_messages(chosen, "chosen"), read_messages(rejected, "rejected")
-        common = _common_length(chosen, rejected)
+        common = common_length(chosen, rejected)
         pair = ChatExample(chosen, common), ChatExample(rejected, common)
         if not common:
             raise DataError("the chosen and the rejected conversation do not begin with the same message")
     elif isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
-        common = _common_length(chosen, rejected)
+        common = common_length(chosen, rejected)
         pair = read_completion(chosen[:common], chosen[common:]), read_completion(rejected[:common], rejected[common:])
     else:
         pair = read_completion(prompt, chosen), read_completion(prompt, rejected)
     if chosen == rejected:
         raise DataError("the chosen and the rejected answer are the same")
     return pair
-
-
-def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
-    """Return the length of the common beginning of two sequences."""
-    return sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(first, second, strict=False)))
 
 
 class PreferenceSamples(TokenizedSamples):

@@ -17,7 +17,8 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables
-from rapidformer_templates.data.random_streams import NewestEpochs, Stream
+from rapidformer_templates.data.order import Passes, keep_apart
+from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.types import Data, Endless, SampleSet, SizeOf, size_function
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.system.files import hash_of
@@ -135,6 +136,11 @@ class Blend:
         """Everything except the seed that the samples depend on. A resumed run must have the same."""
         return ", ".join(f"{w} of ({s.identity})" for w, s in zip(self.weights, self.sets, strict=True))
 
+    def keep_apart(self, count: int) -> None:
+        """Let no set repeat a sample within ``count`` consecutive samples. It has its share of them, or two more."""
+        for samples, weight in zip(self.sets, self.weights, strict=True):
+            keep_apart(samples, min(count, count * weight // self.period + 2))
+
     def __len__(self) -> int:
         return self.samples
 
@@ -199,8 +205,12 @@ class ShuffledEpochs:
         self.samples = samples
         self.seed = seed
         self.number = number
-        self.identity = f"{len(samples)} samples of {name}"
-        self._permutations = NewestEpochs(self._permutation)
+        self.identity = f"{len(samples)} samples of {name} in whole passes"
+        self.keep_apart(1)
+
+    def keep_apart(self, count: int) -> None:
+        """Let any ``count`` consecutive samples be distinct, if there are as many."""
+        self._passes = Passes(len(self.samples), (self.seed, Stream.MIXED, self.number), count)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -216,11 +226,7 @@ class ShuffledEpochs:
 
     def _index(self, position: int) -> int:
         epoch, within = divmod(position, len(self.samples))
-        return int(self._permutations[epoch][within])
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        generator = np.random.default_rng((self.seed, Stream.MIXED, self.number, epoch))
-        return generator.permutation(len(self.samples))
+        return int(self._passes[epoch][within])
 
 
 def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Data:

@@ -27,6 +27,7 @@ from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.indexed.blend import mixed, whole_weights
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.text.special_tokens import drop_repeated
 from rapidformer_templates.data.types import Augment, Data, Endless, Model, ModelOutputs, Sample, SampleSet, Tensors
 from rapidformer_templates.errors import DataError, ModelError
 from rapidformer_templates.models.label_use import LabelUse
@@ -505,6 +506,7 @@ def tokenized(
     pairs: Sequence[str] | None = None,
     *,
     max_length: int | None = None,
+    notes: list[str] | None = None,
 ) -> dict[str, Ragged]:
     """Tokenize texts or text pairs in batches. Returns ``input_ids``, and ``token_type_ids`` unless all are zero.
 
@@ -512,6 +514,7 @@ def tokenized(
 
     Args:
         max_length: samples are cut to this number of tokens.
+        notes: receives remarks for the user.
     """
     chunks = [
         tokenizer(
@@ -524,6 +527,8 @@ def tokenized(
         )
         for start in range(0, len(texts), 1000)
     ]
+    for chunk in chunks:
+        drop_repeated(tokenizer, chunk.data, notes)
     fields = {"input_ids": Ragged(row for chunk in chunks for row in chunk["input_ids"])}
     if chunks and "token_type_ids" in chunks[0]:
         types = Ragged(row for chunk in chunks for row in chunk["token_type_ids"])

@@ -26,7 +26,7 @@ from rapidformer_templates.data.finetuning.chat import (
     read_prompt,
     rows_of,
 )
-from rapidformer_templates.data.finetuning.chat_samples import PLAIN_NOTE, PREDICTION_ADVICE, ChatReader
+from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader
 from rapidformer_templates.data.finetuning.tables import DataPart, LoadedDataset, UsableRows, part_of_stream
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate, padded_left
 from rapidformer_templates.data.loader import to_device
@@ -49,6 +49,7 @@ from rapidformer_templates.data.tasks.base import (
     with_tokens,
 )
 from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.text.special_tokens import added_tokens, once
 from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, SampleSet, Tensors
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.architectures import positions_of
@@ -130,11 +131,12 @@ class ContinuesTexts(Task):
         reader = ChatReader(tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
         unanswered = reader.read(part, rows_of(part, columns), partial(read_prompt, columns))
         reader.bad.raise_all()
-        ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
+        ends, added = {tokenizer.eos_token_id, tokenizer.sep_token_id}, added_tokens(tokenizer)
         positions, prompts = positions_of(self.model_config), []
         for row, one in enumerate(unanswered):
             text = one if isinstance(one, str) else reader.question(one)
             ids = tokenizer(text, add_special_tokens=isinstance(one, str), verbose=False)["input_ids"]
+            ids = ids[once(ids, added)] if isinstance(one, str) else ids
             if isinstance(one, str) and ids and ids[-1] in ends:
                 ids = ids[:-1]  # the tokenizer ends each text, but this text must be continued
             if not ids:
@@ -201,8 +203,8 @@ class CausalLM(ContinuesTexts):
         raw = self.read_rows()
         columns = self._columns(raw.train)
         sets = sets_of(raw, self, partial(self._set, columns))
-        if raw.stream is not None and columns.kind in ("chat", "instruction") and not self.tokenizer.chat_template:
-            self.notes.append(PLAIN_NOTE)  # no part was read whole, which would have added this note
+        if raw.stream is not None:
+            self._add_notes(columns, raw.train)
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)
         if self.packs:
@@ -212,6 +214,19 @@ class CausalLM(ContinuesTexts):
         if self._learns_answers(columns):
             return as_data(sets, PadCollate({"input_ids": pad, "labels": IGNORED}))
         return as_data(sets, CausalCollate(pad))
+
+    def _add_notes(self, columns: Columns, first: DataPart) -> None:
+        """Add the notes that depend on the tokenizer and its template, from the first rows of a stream."""
+        rows = list(rows_of(first, columns))
+        if columns.kind == "text":
+            tokenized(self.tokenizer, [text for (text,) in rows if isinstance(text, str)], notes=self.notes)
+            return
+        reader = self._reader(columns, BadLines(), whole=False, notes=self.notes)
+        reader.encoded(reader.rendered(first, columns))
+
+    def _reader(self, columns: Columns, bad: BadLines, *, whole: bool, notes: list[str]) -> ChatReader:
+        learns_answers = self._learns_answers(columns)
+        return ChatReader(self.tokenizer, self.seq_length, learns_answers, whole=whole, bad=bad, notes=notes)
 
     def _columns(self, part: DataPart) -> Columns:
         columns = known_columns(self.config.data, self.columns or {}) or find_columns(part, self.config.data)
@@ -232,18 +247,14 @@ class CausalLM(ContinuesTexts):
                 hint = "plain text has no answers: give messages, or prompt and completion; or leave it out"
                 raise DataError(f"the column '{columns.names[0]}' holds plain text", where="--loss-on", hint=hint)
             return self._of_texts(name, part, texts_of(part, columns.names[0]), block)
-        reader = ChatReader(
-            self.tokenizer,
-            self.seq_length,
-            answers_only=self._learns_answers(columns),
-            whole=block is None,
-            bad=block.bad if block else self.bad,
-            notes=[] if block else self.notes,
-        )
+        if block is None:
+            reader = self._reader(columns, self.bad, whole=True, notes=self.notes)
+        else:
+            reader = self._reader(columns, block.bad, whole=False, notes=[])
         return reader.samples(name, part, columns)
 
     def _of_texts(self, name: str, part: DataPart, texts: Sequence[str], block: Block | None) -> TokenizedSamples:
-        rows, end = tokenized(self.tokenizer, texts)["input_ids"], self.tokenizer.eos_token_id
+        rows, end = tokenized(self.tokenizer, texts, notes=self.notes)["input_ids"], self.tokenizer.eos_token_id
         ended = []
         for i in range(len(rows)):
             row = rows[i]
@@ -333,7 +344,7 @@ class MaskedLM(Task):
 
     def _set(self, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:
         column = self.column(part, "text_column", TEXT_COLUMNS)
-        fields = tokenized(self.tokenizer, texts_of(part, column), max_length=self.seq_length)
+        fields = tokenized(self.tokenizer, texts_of(part, column), max_length=self.seq_length, notes=self.notes)
         return TokenizedSamples({**fields, "input_ids": with_tokens(fields["input_ids"], part, column)})
 
     def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[np.ndarray], list[np.ndarray]]:

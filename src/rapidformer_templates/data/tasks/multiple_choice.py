@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from string import ascii_uppercase
@@ -58,12 +58,14 @@ class ChoiceColumns:
 
     Attributes:
         choices: one column with lists, or one column for each choice.
+        first: the number that stands for the first choice in the labels, 0 or 1.
     """
 
     context: str
     beginning: str | None
     choices: tuple[str, ...]
     label: str | None
+    first: int = 0
 
     def names(self) -> list[str]:
         """Return the columns in the order in which :meth:`read` takes their values."""
@@ -91,23 +93,29 @@ class ChoiceColumns:
         if len(texts) < 2:
             raise DataError(f"the column '{column}' has {len(texts)} choices", hint="a row needs at least two")
         choices = [begin + text_value(choice, column, may_be_empty=False) for choice in texts]
-        label = _index_of(row[self.label], names or ascii_uppercase, len(choices), self.label) if self.label else None
+        label = self._index_of(row[self.label], names or ascii_uppercase, len(choices)) if self.label else None
         return ChoiceExample(context, choices, label)
 
+    def _index_of(self, value: object, names: Sequence[object], count: int) -> int:
+        """Return the index of the right choice from its number, its letter or its own name.
 
-def _index_of(value: object, names: Sequence[object], count: int, column: str) -> int:
-    """Return the index of the right choice from its index, its letter or its own name.
+        Raises:
+            DataError: it is not one of the choices.
+        """
+        text = label_text(value)
+        numbers = range(self.first, self.first + count)
+        indices = {str(name): i for some in (numbers, names[:count]) for i, name in enumerate(some)}
+        if text not in indices:
+            what = "is empty" if text is None else f"is {text}; the row has {count} choices"
+            hint = f"write the number of the right choice ({numbers[0]} to {numbers[-1]}) or its letter"
+            raise DataError(f"the label in column '{self.label}' {what}", hint=hint)
+        return indices[text]
 
-    Raises:
-        DataError: it is not one of the choices.
-    """
-    text = label_text(value)
-    indices = {str(i): i for i in range(count)} | {str(name): i for i, name in enumerate(names[:count])}
-    if text not in indices:
-        what = "is empty" if text is None else f"is {text}; the row has {count} choices"
-        hint = f"write the index of the right choice (0 to {count - 1}) or its letter"
-        raise DataError(f"the label in column '{column}' {what}", hint=hint)
-    return indices[text]
+
+def first_number(labels: Iterable[object], count: int) -> int:
+    """Return 1 if the labels of a set number its choices from 1 to ``count``, as in Winogrande, else 0."""
+    texts = {label_text(label) for label in labels}
+    return int("0" not in texts and str(count) in texts)
 
 
 class MultipleChoice(Task):
@@ -173,13 +181,20 @@ class MultipleChoice(Task):
             part.check_column("text_column", beginning)
         self.remember({"beginning_column": beginning})
         label = self.column(part, "label_column", LABEL_COLUMNS) if with_label else None
-        return ChoiceColumns(context, beginning, choices, label)
+        first = (self.columns or {}).get("first_choice")
+        if first is None and label:
+            texts = (
+                choices if len(choices) > 1 else next((v for v in part.table[choices[0]] if isinstance(v, list)), ())
+            )
+            first = first_number(part.table[label][:], len(texts))
+            self.remember({"first_choice": first})
+        return ChoiceColumns(context, beginning, choices, label, first or 0)
 
     def _tokens(self, examples: Sequence[ChoiceExample]) -> dict[str, Ragged]:
         """Return a row of tokens for each choice of each example."""
         contexts = [example.context for example in examples for _ in example.choices]
         choices = [choice for example in examples for choice in example.choices]
-        return tokenized(self.tokenizer, contexts, choices, max_length=self.seq_length)
+        return tokenized(self.tokenizer, contexts, choices, max_length=self.seq_length, notes=self.notes)
 
     @classmethod
     def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:

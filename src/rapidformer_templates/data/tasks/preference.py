@@ -76,6 +76,7 @@ class _Preferences(ContinuesTexts):
             answers_only=True,
             bad=self.bad,
             notes=self.notes,
+            learns_to_stop=self.auto_class == "AutoModelForCausalLM",
         )
         prompt = self._prompt(part)
         if self.is_unpaired:

@@ -26,6 +26,7 @@ from rapidformer_templates.data.tasks.base import (
 )
 from rapidformer_templates.data.tasks.language_models import Block, sets_of
 from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.text.special_tokens import drop_repeated
 from rapidformer_templates.data.types import Data, Sample, Tensors
 from rapidformer_templates.planning.tasks import SOURCE_COLUMNS
 
@@ -86,8 +87,10 @@ class Seq2SeqLM(Task):
             verbose=False,
             truncation=True,
             max_length=self.seq_length,
-        )["input_ids"]
-        return TokenizedSamples({"input_ids": sources, "labels": with_tokens(Ragged(labels), part, target)})
+        )
+        drop_repeated(self.tokenizer, labels.data, self.notes)
+        rows = with_tokens(Ragged(labels["input_ids"]), part, target)
+        return TokenizedSamples({"input_ids": sources, "labels": rows})
 
     def _tokenized_sources(self, part: DataPart, source: str, extra: Sequence[str | None]) -> Ragged:
         """Tokenize the sources. A system prompt comes before its text, and an input after it.
@@ -100,7 +103,7 @@ class Seq2SeqLM(Task):
         )
         rows = zip(system, texts_of(part, source), inputs, strict=True)
         texts = ["\n\n".join(text for text in row if text.strip()) for row in rows]
-        fields = tokenized(self.tokenizer, texts, max_length=self.seq_length)
+        fields = tokenized(self.tokenizer, texts, max_length=self.seq_length, notes=self.notes)
         return with_tokens(fields["input_ids"], part, source)
 
     def merge_decisions(self, others: Sequence[Task]) -> None:

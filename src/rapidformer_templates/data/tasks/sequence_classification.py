@@ -126,7 +126,7 @@ class SequenceClassification(Task):
         text, pair = self._text_columns(part)
         texts = texts_of(part, text)
         pairs = texts_of(part, pair) if pair else None
-        fields = tokenized(self.tokenizer, texts, pairs, max_length=self.seq_length)
+        fields = tokenized(self.tokenizer, texts, pairs, max_length=self.seq_length, notes=self.notes)
         return {**fields, "input_ids": with_tokens(fields["input_ids"], part, text)}
 
     def config_overrides(self) -> dict[str, object]:

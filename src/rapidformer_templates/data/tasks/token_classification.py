@@ -101,7 +101,15 @@ class TokenClassification(Task):
     def _encodings(self, words: list[list[str]]) -> list[Encoding]:
         # Byte-level tokenizers recognize a word inside a sentence by the space before it.
         space = " " if getattr(self.tokenizer, "add_prefix_space", None) is False else ""
-        spaced = [[space + word for word in row] for row in words]
+        texts = {word: space + word for row in words for word in row}
+        alone = self.tokenizer([[text] for text in texts.values()], is_split_into_words=True, add_special_tokens=False)
+        without = [word for word, ids in zip(texts, alone["input_ids"], strict=True) if not ids]
+        if without:  # each needs a token that has its tag
+            unknown = self.tokenizer.unk_token or self.tokenizer.mask_token or self.tokenizer.eos_token
+            texts |= dict.fromkeys(without, space + unknown)
+            note = f"words without a token ({', '.join(map(repr, without[:3]))}) are read as {unknown}"
+            self.notes += [note] if note not in self.notes else []
+        spaced = [[texts[word] for word in row] for row in words]
         encodings: list[Encoding] = []
         for start in range(0, len(spaced), 1000):
             encoded = self.tokenizer(

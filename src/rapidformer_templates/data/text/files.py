@@ -13,12 +13,13 @@ import glob
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -139,19 +140,52 @@ def text_lines(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[
 
 
 OTHER_DELIMITERS = (";", "\t")
-"""Separators of columns that are recognized in a header without the usual separator."""
+"""Separators of columns that are recognized if the lines show them instead of the usual separator."""
+
+ENCLOSED = re.compile(r'"(?:[^"]|"")*"')
+"""A cell in quotes, with the quotes inside it doubled."""
+
+
+def _delimiter_of(path: Path, usual: str) -> str:
+    """Return the separator that gives most of the first lines as many columns as the header, which are several."""
+    head, best, most = list(islice(_decoded(path), 100)), usual, 0
+    for mark in (usual, *OTHER_DELIMITERS):  # spreadsheets take semicolons where a comma is the decimal mark
+        counts = []
+        with suppress(csv.Error):  # the reader names it
+            counts += [len(cells) for cells in csv.reader(head, delimiter=mark) if cells]
+        alike = counts.count(counts[0]) if counts and counts[0] > 1 else 0
+        if alike > most:
+            best, most = mark, alike
+    return best
+
+
+def _quotes_are_text(path: Path) -> bool:
+    """Return whether each line of a tab-separated file is a row, and a quote in it is text, as in the files of GLUE.
+
+    If all cells that begin with a quote are enclosed in quotes, they are read as a spreadsheet writes them.
+    """
+
+    def cells() -> Iterator[list[str]]:
+        return (line.rstrip("\r\n").split("\t") for line in _decoded(path) if line.strip("\r\n"))
+
+    if all(ENCLOSED.fullmatch(cell) for line in cells() for cell in line if cell.startswith('"')):
+        return False
+    counts = {len(line) for line in cells()}
+    return len(counts) == 1 and max(counts) > 1
 
 
 def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple[int, Row]]:
     # The csv module's default limit of 128 KiB per field is meant for spreadsheets, not for documents.
     csv.field_size_limit(2**31 - 1)
+    delimiter = _delimiter_of(path, delimiter)
     broken: set[int] = set()
-    lines = _decoded(path, broken)
-    first = next(lines, "")
-    if delimiter not in first:  # spreadsheets separate with semicolons where a comma is the decimal mark
-        delimiter = next((mark for mark in OTHER_DELIMITERS if mark in first), delimiter)
     # strict: an unclosed quote would otherwise silently swallow the rest of the file.
-    reader = csv.reader(chain([first] if first else [], lines), delimiter=delimiter, strict=True)
+    reader = csv.reader(
+        _decoded(path, broken),
+        delimiter=delimiter,
+        quoting=csv.QUOTE_NONE if delimiter == "\t" and _quotes_are_text(path) else csv.QUOTE_MINIMAL,
+        strict=True,
+    )
     header: list[str] | None = None
     while True:
         start = reader.line_num + 1  # a quoted field may contain line breaks, so a record can span lines
@@ -160,9 +194,7 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
         except StopIteration:
             return
         except csv.Error as error:
-            is_open = "end of data" in str(error)
-            reason = "a quoted field is never closed" if is_open else f"broken quoting: {error}"
-            _note_record(header, path, start, reason, "double the quotes inside a quoted field", bad)
+            _note_record(header, path, start, *_explained(error), bad)
             continue
         span = range(start, reader.line_num + 1)
         not_utf8 = next((n for n in span if n in broken), None)
@@ -173,8 +205,20 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
             _check_header(header, path)
         elif cells and len(cells) != len(header):
             bad.note(path, start, f"the line has {len(cells)} columns, the header has {len(header)}")
+        elif delimiter == "\t" and any("\n" in cell and ("\t" in cell or len(cells) == 1) for cell in cells):
+            reason = f"a quote joins {len(span)} lines, which may be rows"
+            bad.note(path, start, reason, "give all lines the columns of the header, or write a .csv file")
         elif cells:
             yield start, dict(zip(header, cells, strict=True))
+
+
+def _explained(error: csv.Error) -> tuple[str, str]:
+    """Return why a record cannot be read, and what to do."""
+    if "new-line" in str(error):
+        return "a carriage return is not at the end of the line", "convert the file: tr '\\r' '\\n'"
+    is_open = "end of data" in str(error)
+    reason = "a quoted field is never closed" if is_open else f"broken quoting: {error}"
+    return reason, "double the quotes inside a quoted field"
 
 
 def _check_header(names: Sequence[str], path: Path) -> None:
@@ -192,10 +236,10 @@ def _note_record(header: list[str] | None, path: Path, line: int, reason: str, h
     bad.note(path, line, reason, hint)
 
 
-def _decoded(path: Path, broken: set[int]) -> Iterator[str]:
+def _decoded(path: Path, broken: set[int] | None = None) -> Iterator[str]:
     """Yield the lines of a file. The numbers of lines that are not UTF-8 are added to ``broken``."""
     for number, text, is_utf8 in _lines(path):
-        if not is_utf8:
+        if broken is not None and not is_utf8:
             broken.add(number)
         yield text
 

@@ -30,9 +30,8 @@ class DynamicOrder:
     share a batch, and the order of the batches. Every epoch has the same number of batches of each shape, so that any
     step is found without a look at earlier ones.
 
-    A step is a fixed number of batches. If the run counts iterations, steps continue across epoch boundaries. If it
-    counts epochs, each epoch is divided into steps as evenly as possible. If a step then has one batch less than
-    others, a worker idles. No sample is lost or repeated.
+    Each epoch is divided into steps as evenly as possible. If a step has one batch less than others, a worker idles. No
+    sample is lost or repeated.
 
     An epoch costs O(samples) when its first step is requested. A step costs O(its samples).
 
@@ -41,18 +40,14 @@ class DynamicOrder:
         shapes: shapes that batches are padded to, shortest first.
         micro_batches: batches per step, over all workers.
         seed: seed of the permutations.
-        by_epochs: whether steps stop at the end of an epoch.
     """
 
-    def __init__(
-        self, lengths: np.ndarray, shapes: Sequence[Shape], micro_batches: int, seed: int, *, by_epochs: bool
-    ) -> None:
+    def __init__(self, lengths: np.ndarray, shapes: Sequence[Shape], micro_batches: int, seed: int) -> None:
         self.size = len(lengths)
         self.lengths = lengths
         self.shapes = list(shapes)
         self.micro_batches = micro_batches
         self.seed = seed
-        self.by_epochs = by_epochs
         kinds = np.searchsorted([shape.length for shape in shapes], lengths)
         self._kinds = kinds.astype(np.min_scalar_type(len(shapes)))  # up to 16 bits are sorted in linear time
         shares = count_batches(shapes, np.bincount(kinds, minlength=len(shapes)).tolist())
@@ -72,10 +67,8 @@ class DynamicOrder:
         return float(self.lengths.sum() / tokens[self._shape_of].sum())
 
     def epoch(self, step: int) -> float:
-        """Return the passes over the data that are complete before ``step``, counted in batches."""
-        if self.by_epochs:
-            return step / self.steps_per_epoch
-        return step * self.micro_batches / self.batches
+        """Return the passes over the data that are complete before ``step``."""
+        return step / self.steps_per_epoch
 
     def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (sample indices, positions) of the batches of ``step``, longest rows first."""
@@ -106,20 +99,16 @@ class DynamicOrder:
             "--seed": self.seed,
             "micro batches a step": self.micro_batches,
             "training samples": self.size,
-            "by epochs": self.by_epochs,
+            "by epochs": True,  # older versions had another order for a run that counts iterations
             "shapes": [list(shape) for shape in self.shapes],
             "checksum of the lengths": zlib.crc32(self.lengths.astype(np.int64).tobytes()),
         }
 
     def _step(self, step: int) -> list[tuple[int, int]]:
         """Return (epoch, batch) for each batch of a step, longest rows first."""
-        if self.by_epochs:
-            epoch, index = divmod(step, self.steps_per_epoch)
-            first, end = (epoch * self.batches + self.batches * i // self.steps_per_epoch for i in (index, index + 1))
-        else:
-            first, end = step * self.micro_batches, (step + 1) * self.micro_batches
-        positions = [divmod(n, self.batches) for n in range(first, end)]
-        drawn = [(epoch, int(self._epochs[epoch][1][position])) for epoch, position in positions]
+        epoch, index = divmod(step, self.steps_per_epoch)
+        first, end = (self.batches * i // self.steps_per_epoch for i in (index, index + 1))
+        drawn = [(epoch, int(batch)) for batch in self._epochs[epoch][1][first:end]]
         return sorted(drawn, key=lambda batch: -self._shape_of[batch[1]])
 
     def _samples(self, epoch: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -164,13 +153,7 @@ def order_of(run: RunWithData, samples: SampleSet) -> tuple[DynamicOrder, str]:
     longest = run.task.seq_length if run.task else config.model.seq_length or int(lengths.max())
     budget = options.tokens_per_batch or sizes.micro_batch * longest
     shapes = choose_shapes(lengths, budget, options.shape_limit, options.length_multiple)
-    order = DynamicOrder(
-        lengths,
-        shapes,
-        sizes.data * sizes.accumulation,
-        config.training.seed,
-        by_epochs=config.training.epochs is not None,
-    )
+    order = DynamicOrder(lengths, shapes, sizes.data * sizes.accumulation, config.training.seed)
     shown = ", ".join(f"{shape.rows} × {shape.length}" for shape in shapes[:16]) + (", …" if len(shapes) > 16 else "")
     line = f"shapes     {len(shapes)} (rows × tokens): {shown}; {order.fill:.1%} of the tokens are not padding"
     return order, line
