@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from rapidformer_templates.engines.backwards_in_loss import UNLIMITED, Derivatives
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.loss import AuxiliaryLosses, LossLayer
 from rapidformer_templates.models.adapters import FrozenBase
@@ -31,6 +32,7 @@ class Assembly:
         base: the frozen weights, if checkpoints have only the adapters.
         placement: which part of the whole model this worker has.
         is_compiled: whether its blocks run as compiled graphs.
+        derivatives_in_loss: the derivatives through the model that a loss may take. The strictest limit counts.
     """
 
     model: nn.Module
@@ -38,6 +40,7 @@ class Assembly:
     base: FrozenBase | None = None
     placement: Placement = field(default_factory=Placement)
     is_compiled: bool = False
+    derivatives_in_loss: Derivatives = UNLIMITED
     _facts: dict[type, object] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -52,6 +55,10 @@ class Assembly:
     def record(self, fact: object) -> None:
         """Add the fact of a switch. It replaces an earlier one of the same class."""
         self._facts[type(fact)] = fact
+
+    def limit_derivatives(self, order: int, flag: str) -> None:
+        """Limit the derivatives through the model that a loss may take."""
+        self.derivatives_in_loss = min(self.derivatives_in_loss, Derivatives(order, flag))
 
     def find(self, kind: type[F]) -> F | None:
         """Return the recorded fact of a class, or None."""

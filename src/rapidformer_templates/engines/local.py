@@ -22,6 +22,7 @@ from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines.assembly import Assembly
+from rapidformer_templates.engines.backwards_in_loss import UNLIMITED, checked_backwards, until_first_backward
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.embedding_noise import rows_of
@@ -73,11 +74,13 @@ class SingleEngine:
     - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_iter_update_chunks`, :meth:`_update`, together with
       :meth:`_drop_gradients` and :meth:`_supports_async_step`
     - :meth:`shards`, :attr:`_divides_gradients`: which part of weights, gradients and optimizer state a worker has
+    - :attr:`_derivatives_in_loss`, :meth:`_parameters_in_graph`: which backwards ``compute_loss`` may run itself
     """
 
     _needs_zero_gradients = False  # whether even a batch without targets must produce gradients
     _divides_gradients = False  # whether a worker has only a part of the gradients after the exchange
     _adds_norms_in_fp64 = False  # see global_norm
+    _derivatives_in_loss = UNLIMITED
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         self.workers = workers
@@ -118,6 +121,7 @@ class SingleEngine:
         self.assembly, self.compute_loss = assembly, compute_loss
         model = assembly.model
         self._auxiliary = assembly.losses
+        model.zero_grad()  # of backwards in build_model
         if not any(self.workers.gather(any(p.requires_grad for p in model.parameters()))):
             raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
         self._build(model, optimizer)
@@ -291,8 +295,16 @@ class SingleEngine:
         answers = mask_answers(microbatch, batch) if self._monitor else nullcontext()
         # An idle batch repeats samples, so batch norm must not count them a second time.
         buffers = restored_buffers(self.model) if microbatch.idle else nullcontext()
-        with self.precision(), rows_of(microbatch, batch), answers, buffers:
+        with self.precision(), rows_of(microbatch, batch), answers, buffers, self._checked_backwards():
             yield batch
+
+    def _checked_backwards(self) -> AbstractContextManager[None]:
+        limit = min(self._derivatives_in_loss, self.assembly.derivatives_in_loss)
+        return checked_backwards(self._parameters_in_graph, limit)
+
+    def _parameters_in_graph(self) -> Iterable[torch.Tensor]:
+        """Return the parameters as the graph of a forward has them."""
+        return self.model.parameters()
 
     def _fill_zero_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Give these parameters a zero gradient if they have none, as in a micro batch that also has targets."""
@@ -350,7 +362,7 @@ class SingleEngine:
     def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
-        with self.precision():
+        with self.precision(), self._checked_backwards():
             loss, count = loss_and_count((compute_loss or self.compute_loss)(recorder, batch))
         if microbatch.idle or microbatch.targets == 0:
             return 0.0, recorder.output
@@ -358,8 +370,11 @@ class SingleEngine:
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
-        """Yield the model for a forward without side effects: random state, buffers and gradients are preserved."""
-        with preserve_state(self.model), self.precision():
+        """Yield the model for a forward without side effects: random state, buffers and gradients are preserved.
+
+        It ends at the first backward that the loss runs itself.
+        """
+        with preserve_state(self.model), self.precision(), until_first_backward(self._parameters_in_graph):
             yield self.model
 
     _weight_average: weight_average.WeightAverage | None = None

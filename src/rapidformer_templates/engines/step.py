@@ -69,6 +69,7 @@ class Step:
             engine._monitor.begin(self._losses_here)
         if engine._auxiliary:
             engine._auxiliary.begin_step(microbatches, engine.workers)
+        engine._drop_gradients()  # those of other backwards: a hook's, or another session's
         engine._begin_step()
 
     @final

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.errors import RapidformerError
@@ -35,11 +35,11 @@ def with_unused_parameters(
     return result
 
 
-def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parameters that a backward from ``loss`` reaches. It takes about a microsecond per operation."""
+def reached_parameters(*roots: torch.Tensor | GradientEdge) -> list[torch.Tensor]:
+    """Return the parameters that a backward from ``roots`` reaches. It takes about a microsecond per operation."""
     reached: list[torch.Tensor] = []
     visited: set[Node] = set()
-    pending = [loss.grad_fn]
+    pending = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     while pending:
         node = pending.pop()
         if node is None or node in visited:

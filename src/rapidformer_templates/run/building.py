@@ -15,6 +15,7 @@ from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
 from rapidformer_templates.data.types import Endless, SampleSet, checked_data
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.backwards_in_loss import until_first_backward
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
@@ -170,7 +171,7 @@ def _parameters_by_use(run: Run, model: nn.Module) -> list[str] | None:
     if run.data.train is None:
         return None
     uses = FirstUses(model)
-    with torch.no_grad(), in_evaluation(model), allow_trial(run.task), uses:
+    with torch.no_grad(), in_evaluation(model), allow_trial(run.task), uses, until_first_backward(model.parameters):
         _loss_of_one(run, model)
     return uses.names
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.backwards_in_loss import Derivatives
 from rapidformer_templates.engines.construction import take_part
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
@@ -54,6 +55,7 @@ class FSDPEngine(SingleEngine):
     """
 
     _divides_gradients = True
+    _derivatives_in_loss = Derivatives(1, "--fsdp-memory-optimization")  # it gathers parameters for one backward
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
@@ -228,6 +230,11 @@ class FSDPEngine(SingleEngine):
 
     def _unused_here(self) -> Sequence[int]:
         return [index for index, p in enumerate(self._parameters) if id(p) not in self._used]
+
+    def _parameters_in_graph(self) -> Iterable[torch.Tensor]:
+        units = (module for module in self.model.modules() if isinstance(module, FSDPModule))
+        sharded = [p for unit in units for group in _groups(unit) for p in group.fsdp_params]
+        return [*self.model.parameters(), *(p.unsharded_param for p in sharded if hasattr(p, "_unsharded_param"))]
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
         self._views, self._in_forward = [], True

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.backwards_in_loss import Derivatives, checked_backwards
 from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.models.blocks import (
@@ -31,6 +32,7 @@ from rapidformer_templates.models.blocks import (
 )
 
 BEFORE, WITHIN, AFTER = "before", "within", "after"
+NO_DERIVATIVES = Derivatives(0, "--pipeline-model-parallel-size")  # a stage has its part of the graph
 
 
 @dataclass
@@ -86,7 +88,8 @@ def trace(
         stack.enter_context(_without_new_hooks(model))
         stack.enter_context(replaced(model, {name: _SkippedForward(recorder, name, block) for name, block in others}))
         stack.enter_context(_requiring_gradients(frozen))
-        loss = compute_loss(model)
+        with checked_backwards(model.parameters, NO_DERIVATIVES):
+            loss = compute_loss(model)
     recorder.check_complete()
     of_loss = set(map(id, reached_parameters(loss[0] if isinstance(loss, tuple) else loss)))
     of_first_block = {id(p) for p in first.parameters()}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rapidformer_templates.engines.backwards_in_loss import Derivatives
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec, trained_parameters
@@ -126,6 +127,7 @@ class DeepSpeedEngine(SingleEngine):
         self.loss_scale = None  # DeepSpeed has its own, with the same rule
         self.config: dict[str, Any] = dict(plan.engine_options.deepspeed)
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
+        self._derivatives_in_loss = Derivatives(0, f"ZeRO-{self.zero_stage}")  # it reduces gradients in any backward
         build_parts(plan)
         # Connect DeepSpeed to the process group and the device. A single worker gets a new group.
         os.environ.setdefault("LOCAL_RANK", str(workers.local_rank))
@@ -222,9 +224,6 @@ class DeepSpeedEngine(SingleEngine):
         if overflow and not fp16:
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {float(norm)}")
         return norm, overflow
-
-    def _drop_gradients(self) -> None:
-        """Do nothing: DeepSpeed frees the gradients in its step."""
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
         self._deepspeed.set_gradient_accumulation_boundary(last)
