@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import state as zero_state
 from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, build_parts, leave_out_shm_comm
 from rapidformer_templates.system import accelerator
+from rapidformer_templates.system.replaced_functions import patch_function
 from rapidformer_templates.system.workers import Workers, close_group_by, open_group_alone
 
 
@@ -96,6 +97,16 @@ def partition(
     return masters
 
 
+def _broadcast_with_scalars(broadcast: Callable[[Any], None], engine: Any) -> None:
+    """Broadcast the parameters of DeepSpeed's engine. It views each as bytes, which takes a dimension."""
+    scalars = [parameter for parameter in engine.module.parameters() if parameter.ndim == 0]
+    for parameter in scalars:
+        parameter.data = parameter.data[None]
+    broadcast(engine)
+    for parameter in scalars:
+        parameter.data = parameter.data[0]
+
+
 @contextlib.contextmanager
 def _without_gathers(parameters: Sequence[Any]) -> Iterator[None]:
     """Do not gather and partition these parameters inside the context.
@@ -145,6 +156,7 @@ class DeepSpeedEngine(SingleEngine):
             # DeepSpeed requires fast kernels, but torch computes in fp16 on any CPU.
             deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
         open_group_alone(workers.device)
+        patch_function(deepspeed.DeepSpeedEngine, "_broadcast_model", _broadcast_with_scalars)
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed()
         close_group_by(deepspeed.comm.destroy_process_group)
