@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.errors import ConfigError, ModelError
+from rapidformer_templates.errors import ConfigError, ModelError, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import TrainingFlags
@@ -64,10 +64,19 @@ class OptimizerSpec:
         Args:
             parameters: canonical names and parameters that are trained.
             differing: result of :meth:`differences` before the parameters were sharded.
+
+        Raises:
+            RapidformerError: a fused optimizer gets complex parameters.
         """
         groups: dict[tuple[bool, tuple[tuple[str, object], ...]], list[nn.Parameter]] = {}
         for name, parameter in parameters:
             # torch updates many parameters at once, but not sharded and plain ones together.
+            if parameter.is_complex() and self.kwargs.get("fused"):
+                raise RapidformerError(
+                    f"{name} has complex numbers, which fused optimizers do not update",
+                    where="build_optimizer()",
+                    hint="return OptimizerSpec(torch.optim.AdamW, {…}) without fused=True",
+                )
             key = isinstance(parameter, DTensor), tuple(sorted(differing[name].items()))
             groups.setdefault(key, []).append(parameter)
         return self.cls(

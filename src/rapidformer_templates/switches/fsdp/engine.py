@@ -150,7 +150,7 @@ class FSDPEngine(SingleEngine):
             owners = owners_of.pop(whole)
             rows.append((owners, self._part_of(whole, ShardPlacement(0))))
             # empty_like would count as a use of the parameter and gather it.
-            memoryless = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+            memoryless = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
             empty = nn.Parameter(memoryless, requires_grad=whole.requires_grad)
             for module, key in owners:
                 module.register_parameter(key, empty)

@@ -42,6 +42,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None, workers: Workers) -> zero_
     """
     masters: zero_state.Masters = {}
     for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.contiguous()
         if not _is_cast(parameter, dtype):
             continue
         if parameter.requires_grad:
@@ -172,6 +173,7 @@ class DeepSpeedEngine(SingleEngine):
 
         self.config = self._config_for(width_of(model))
         named = trained_parameters(model)
+        self._check_parameters(model, [p for _, p in named])
         differing = recipe.differences(named)
         self._parameters = [p for _, p in named]
         masters = self._convert(model, self.config)
@@ -192,6 +194,23 @@ class DeepSpeedEngine(SingleEngine):
         )
         settings = self._deepspeed._config.zero_config.model_dump().items()
         self.receipts["zero_optimization"] = {key: v for key, v in settings if isinstance(v, (bool, int, float))}
+
+    def _check_parameters(self, model: nn.Module, trained: Sequence[nn.Parameter]) -> None:
+        """Refuse what DeepSpeed cannot put end to end: several types, complex numbers, and nothing at all.
+
+        Raises:
+            RapidformerError: the model has such parameters.
+        """
+        types = {p.dtype for p in trained if self.compute_type is None or p.is_complex()}
+        empty = [name for name, p in model.named_parameters() if p.numel() == 0]
+        if len(types) < 2 and not any(dtype.is_complex for dtype in types) and not empty:
+            return
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
+        raise RapidformerError(
+            f"this model trains {names}" if not empty else f"{empty[0]} has no elements",
+            where=f"ZeRO-{self.zero_stage}, which joins parameters of one real type",
+            hint="change it in build_model(), or train with --fsdp-memory-optimization or --use-distributed-optimizer",
+        )
 
     def frozen(self, model: nn.Module) -> nn.Module:
         """Prepare a frozen model like the trained one: in the compute type, partitioned in stage 3, no optimizer."""
