@@ -366,7 +366,9 @@ class Trainer:
         trained = self._model_run
         if not hasattr(trained, "engine") and (self._weights is not None or self._trained_in_workers):
             trained = self._single_process_run()
-        model = trained.model if trained is not None and hasattr(trained, "engine") else self._model
+        model = self._model
+        if trained is not None and (hasattr(trained, "engine") or trained.built is not None):
+            model = trained.model if hasattr(trained, "engine") else trained.built
         if model is None:
             raise AttributeError(f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one")
         return model

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+from weakref import ReferenceType
 
 from torch import nn
 
@@ -32,6 +34,7 @@ class Assembly:
         base: the frozen weights, if checkpoints have only the adapters.
         placement: which part of the whole model this worker has.
         is_compiled: whether its blocks run as compiled graphs.
+        built: the parameters as they were built, if anything still refers to them.
         derivatives_in_loss: the derivatives through the model that a loss may take. The strictest limit counts.
     """
 
@@ -41,10 +44,12 @@ class Assembly:
     placement: Placement = field(default_factory=Placement)
     is_compiled: bool = False
     derivatives_in_loss: Derivatives = UNLIMITED
+    built: Sequence[ReferenceType[nn.Parameter]] = field(init=False, repr=False)
     _facts: dict[type, object] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         layers = (module for module in self.model.modules() if isinstance(module, LossLayer))
+        self.built = [weakref.ref(parameter) for parameter in self.model.parameters()]
         self.losses = next((layer.losses for layer in layers), None)
 
     @property

@@ -48,7 +48,7 @@ from rapidformer_templates.engines.shards import (
 )
 from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
 from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
-from rapidformer_templates.engines.unused_parameters import with_unused_parameters
+from rapidformer_templates.engines.unused_parameters import WHOLE_WEIGHTS, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system import accelerator
@@ -301,6 +301,26 @@ class SingleEngine:
     def _checked_backwards(self) -> AbstractContextManager[None]:
         limit = min(self._derivatives_in_loss, self.assembly.derivatives_in_loss)
         return checked_backwards(self._parameters_in_graph, limit)
+
+    @final
+    def check_leaves(self, loss: torch.Tensor) -> None:
+        """Refuse a loss that uses parameters which the model does not have, or has only for the forward of a module.
+
+        Raises:
+            RapidformerError: see above.
+        """
+        wrong = set(map(id, self._wrong_leaves()))
+        if wrong and not wrong.isdisjoint(map(id, reached_parameters(loss))):
+            raise RapidformerError(
+                "the loss uses a parameter outside of the forward of its module, where a worker has only its part",
+                where="compute_loss(model, batch)",
+                hint=WHOLE_WEIGHTS,
+            )
+
+    def _wrong_leaves(self) -> Iterable[torch.Tensor]:
+        """Return parameters that a loss must not use: those of ``build_model`` that the run has replaced."""
+        own = set(map(id, self._parameters_in_graph()))
+        return [p for reference in self.assembly.built if (p := reference()) is not None and id(p) not in own]
 
     def _parameters_in_graph(self) -> Iterable[torch.Tensor]:
         """Return the parameters as the graph of a forward has them."""

@@ -182,6 +182,8 @@ class Step:
         zeros = engine._needs_zero_gradients
         loss = weighted_loss(result, self._model, microbatch, self._weight, later, zeros=zeros)
         self._leave()
+        if engine.micro_steps == 0:
+            engine.check_leaves(loss)
         value = loss.detach()
         self._losses_here.append(_MicroBatchLoss(value, microbatch.samples))
         # A copy, because workers sum it in place.

@@ -20,6 +20,11 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers
 
+WHOLE_WEIGHTS = (
+    "penalties on weights work with DDP, OSS, SDP, ZeRO-1, ZeRO-2, --use-distributed-optimizer and context parallelism"
+)
+"""Says where a loss may use parameters outside of the forward of their modules."""
+
 
 def with_unused_parameters(
     loss: torch.Tensor, parameters: Sequence[torch.Tensor], then: Callable[[], None]

@@ -107,7 +107,7 @@ def _set_up(run: Run, engine: Engine) -> None:
     plan, training, workers = run.plan, run.config.training, run.workers
     with engine.construction() as construction:
         # 1. The model as the user builds it, and what must be known about it before it is transformed.
-        model = _build_model(run, construction)
+        run.built = model = _build_model(run, construction)
         if run.has_values:
             run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
         turn_off_cache(model)
@@ -127,6 +127,7 @@ def _set_up(run: Run, engine: Engine) -> None:
             add_noise(assembly.model, training.neftune_alpha, training.seed)
 
         # 3. The engine. It wraps or shards the model, and then builds the optimizer.
+        run.built = assembly.model
         recipe = checked_optimizer(run.hooks.build_optimizer())
         run.peak_lr = float(recipe.kwargs.get("lr", 0.0))
         engine.setup(assembly, recipe, run.hooks.compute_loss)
@@ -205,6 +206,7 @@ def _loss_of_one(run: Run, model: nn.Module) -> Any:
     request = BatchRequest([0], (run.config.training.seed, Stream.TRIAL), [0])
     (microbatch,) = load(run.data.train, run.data, [request], workers=0, pin_memory=False)
     run.index_limits.check(microbatch, "training samples")
+    run.built = model
     batch = to_device(microbatch.batch, next(model.parameters()).device)
     with preserve_state(model):
         return run.hooks.compute_loss(model, batch)

@@ -281,6 +281,10 @@ class FSDPEngine(SingleEngine):
             self._sequence_check.forward_done()
         super()._backward(loss)
 
+    def _wrong_leaves(self) -> Iterable[torch.Tensor]:
+        # The gradient of a shard would be this worker's, and not a sum over the workers.
+        return [*super()._wrong_leaves(), *(p for p in self.model.parameters() if isinstance(p, DTensor))]
+
     def _reduce(self) -> None:
         for parameter in self._whole_parameters if self.workers.world > 1 else ():
             if parameter.grad is not None:

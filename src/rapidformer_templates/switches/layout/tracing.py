@@ -80,7 +80,7 @@ def trace(
                 and next(module.parameters(recurse=False), None) is not None
             ):
                 stack.callback(module.register_forward_hook(recorder.outside(name)).remove)
-        (first_name, first), *others = blocks.items()
+        (_, first), *others = blocks.items()
         stack.callback(first.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True).remove)
         # Before transformers' own hooks, which may read the hidden states that the loss receives.
         stack.callback(first.register_forward_hook(recorder.leave_first, prepend=True).remove)
@@ -92,13 +92,13 @@ def trace(
             loss = compute_loss(model)
     recorder.check_complete()
     of_loss = set(map(id, reached_parameters(loss[0] if isinstance(loss, tuple) else loss)))
-    of_first_block = {id(p) for p in first.parameters()}
-    if of_loss & of_first_block:
+    of_blocks = {id(p): name for name, block in blocks.items() for p in block.parameters()}
+    if used := of_loss & of_blocks.keys():
         raise ModelError(
-            f"the loss uses values that the blocks set aside, not only those that they pass on ({first_name})",
+            f"the loss uses more of a block than the hidden state that it passes on ({of_blocks[min(used)]})",
             where=type(model).__name__,
-            hint="under a pipeline the last stage has its own blocks only: leave such a term out "
-            "(the balancing loss of experts, attention weights), or --pipeline-model-parallel-size",
+            hint="under a pipeline the last stage has its own blocks only: leave such a term out (a penalty on "
+            "weights, the balancing loss of experts, attention weights), or --pipeline-model-parallel-size",
         )
     recorder.flow.beyond = of_loss
     return recorder.flow
