@@ -96,6 +96,7 @@ class SingleEngine:
         self.optimizer: torch.optim.Optimizer
         self._callable: nn.Module  # the model that compute_loss receives
         self._parameters: list[nn.Parameter]
+        self._frozen: list[nn.Parameter]
         self._updated_shards: Mapping[torch.Tensor, Shard]  # the shard of each tensor that the optimizer updates
         self._lr_factor = 1.0
         self._monitor: StepMonitor | None = None  # None if the host waits for the device
@@ -126,6 +127,7 @@ class SingleEngine:
             raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
         self._build(model, optimizer)
         self._callable = self._distribute()
+        self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
         group_values.record_initial_values(self.optimizer)
         if self._supports_async_step():
@@ -190,6 +192,22 @@ class SingleEngine:
 
     def step(self, microbatches: Sequence[MicroBatch], targets: float) -> Step:
         return Step(self, microbatches, targets)
+
+    @final
+    def begin_step(self) -> None:
+        """Drop gradients of other backwards (a hook's, or another session's), and prepare for the first micro batch.
+
+        Raises:
+            RapidformerError: a parameter that the optimizer does not have is trained now.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise RapidformerError(
+                "a parameter that was frozen when the optimizer was built requires a gradient now",
+                where="requires_grad_(True)",
+                hint="leave it trained in build_model, and freeze it in on_train_start until it shall be trained",
+            )
+        self._drop_gradients()
+        self._begin_step()
 
     def _begin_step(self) -> None:
         """Prepare for the first micro batch of a step."""
@@ -529,7 +547,13 @@ class DDPEngine(SingleEngine):
             self._callable.reducer.prepare_for_backward([])  # fills the buckets, which DDP skips under no_sync
         # DDP waits until the backward has reached every parameter, and does not know which ones are unused.
         # Searching the graph for them in every step would be slower.
-        super()._backward(with_unused_parameters(loss, self._parameters, then=self._find_unused))
+        frozen = [p for p in self._parameters if not p.requires_grad]  # since DDP has wrapped the model
+        for parameter in frozen:
+            parameter.requires_grad_(True)  # the graph must reach it
+        loss = with_unused_parameters(loss, self._parameters, then=self._find_unused)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        super()._backward(loss)
         if not self._exchanges:
             for index in self._unused:  # a later micro batch may use it
                 self._parameters[index].grad = None

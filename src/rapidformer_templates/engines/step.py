@@ -69,8 +69,7 @@ class Step:
             engine._monitor.begin(self._losses_here)
         if engine._auxiliary:
             engine._auxiliary.begin_step(microbatches, engine.workers)
-        engine._drop_gradients()  # those of other backwards: a hook's, or another session's
-        engine._begin_step()
+        engine.begin_step()
 
     @final
     def run(self, lr_factor: float | Callable[[], float]) -> StepResult:
