@@ -6,6 +6,7 @@ Rates by layer decay towards the input: layers closer to it learn slower (Howard
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -37,9 +38,13 @@ GroupOptions = Callable[[str, nn.Parameter], Mapping[str, object]]
 """Returns the options in which a parameter, given by its canonical name, differs from the rest."""
 
 
+UNDECAYED = re.compile(r"(^|[._])bias|(layernorm|rmsnorm|(^|[._])norm)\.\w+$")
+"""Names of biases and of parameters of norms, in lower case. Some have several dimensions, as the biases of experts."""
+
+
 def undecayed(name: str, parameter: nn.Parameter) -> Mapping[str, object]:
-    """Disable weight decay for biases and norms, which are the parameters with fewer than two dimensions."""
-    return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
+    """Disable weight decay for biases, norms, and all other parameters with fewer than two dimensions."""
+    return {"weight_decay": 0.0} if parameter.ndim < 2 or UNDECAYED.search(name.lower()) else {}
 
 
 @dataclass(frozen=True)
