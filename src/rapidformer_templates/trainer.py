@@ -171,7 +171,8 @@ class Trainer:
         """Return the number of targets that the loss of ``batch`` averages over.
 
         By default, every label that is not -100 is a target. If a causal model shifts its labels, the first label of
-        each sample does not count. Without labels, every sample is a target.
+        each sample does not count. Without labels, every sample is a target. The number may be a fraction: for a mean
+        with weights, it is the sum of the weights.
         """
         count = self.task.count_targets if self.uses_task else count_targets
         return count(batch, shifted=self._run is not None and self._run.labels_are_shifted)

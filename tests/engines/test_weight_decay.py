@@ -11,6 +11,11 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers import Trainer as TransformersTrainer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.trainer_pt_utils import get_parameter_names
 
 from rapidformer_templates.engines.recipe import undecayed
@@ -22,7 +27,14 @@ FACTORIES: tuple[Any, ...] = (
     transformers.AutoModelForCausalLM,
     transformers.AutoModelForMaskedLM,
     transformers.AutoModelForSeq2SeqLM,
-    transformers.AutoModel,
+)
+LANGUAGE_MODELS = sorted(
+    {
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }
+    & set(CONFIG_MAPPING)
 )
 BY_DEFAULT = ("gpt2", "llama", "gpt_oss", "t5", "xlnet", "bert", "roberta-prelayernorm", "zamba", "cohere")
 SOME = {"cohere": {"use_qk_norm": True}}
@@ -42,7 +54,7 @@ def _on_meta(name: str) -> PreTrainedModel:
     pytest.skip("it cannot be built from its configuration alone")
 
 
-@pytest.mark.parametrize("name", by_default(BY_DEFAULT, sorted(CONFIG_MAPPING)))
+@pytest.mark.parametrize("name", by_default(BY_DEFAULT, LANGUAGE_MODELS))
 def test_decayed_parameters_are_those_of_transformers(name: str) -> None:
     """transformers also leaves out matrices inside of a module that is named like a norm. We decay those."""
     model = _on_meta(name)

@@ -127,7 +127,8 @@ def _run_checked(
     if checking := _CHECK.get():
         parameters, check = checking
         model = set(map(id, parameters()))
-        if not model.isdisjoint(map(id, reached_parameters(*roots))):  # otherwise, it is that of another model
+        # Otherwise, it is the backward of another model. Without a graph, it is unknown.
+        if not torch.is_grad_enabled() or not model.isdisjoint(map(id, reached_parameters(*roots))):
             check(model, inputs, create_graph, accumulate_grad)
     return original(
         roots, gradients, retain_graph, create_graph, inputs, *others, accumulate_grad=accumulate_grad, **named

@@ -261,7 +261,7 @@ class Session:
             loss, output = self._run.engine.eval_batch(microbatch)
         self._placeholder = batch if self._placeholder is None else self._placeholder
         (total,) = self.workers.sum(loss if self.workers.is_replica_leader else 0.0)
-        return Evaluation(total / max(targets, 1.0), targets, output if self.workers.ends_pipeline else None)
+        return Evaluation(total / (targets or 1.0), targets, output if self.workers.ends_pipeline else None)
 
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint to ``checkpoints/step-N`` in the folder. Any layout can load it.
