@@ -171,7 +171,8 @@ class Trainer:
         """Return the number of targets that the loss of ``batch`` averages over.
 
         By default, every label that is not -100 is a target. If a causal model shifts its labels, the first label of
-        each sample does not count. Without labels, every sample is a target.
+        each sample does not count. Without labels, every sample is a target. The number may be a fraction: for a mean
+        with weights, it is the sum of the weights.
         """
         count = self.task.count_targets if self.uses_task else count_targets
         return count(batch, shifted=self._run is not None and self._run.labels_are_shifted)
@@ -366,7 +367,9 @@ class Trainer:
         trained = self._model_run
         if not hasattr(trained, "engine") and (self._weights is not None or self._trained_in_workers):
             trained = self._single_process_run()
-        model = trained.model if trained is not None and hasattr(trained, "engine") else self._model
+        model = self._model
+        if trained is not None and (hasattr(trained, "engine") or trained.built is not None):
+            model = trained.model if hasattr(trained, "engine") else trained.built
         if model is None:
             raise AttributeError(f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one")
         return model

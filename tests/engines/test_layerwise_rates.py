@@ -131,7 +131,7 @@ def test_the_power_of_each_parameter(name: str) -> None:
                 seen.add(part)
                 found = options(parameter_name, parameter)
                 assert found.get("lr", PEAK) == pytest.approx(PEAK * DECAY**power), parameter_name
-                assert ("weight_decay" in found) == (parameter.ndim < 2)
+                assert ("weight_decay" in found) == (parameter.ndim < 2 or "bias" in parameter_name)
     assert seen == set(LAYERS[name])
 
 

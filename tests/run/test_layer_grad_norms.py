@@ -19,6 +19,7 @@ FLAGS = "--log-layer-grad-norms --train-iters 3 --global-batch-size 8 --clip-gra
 JOB = "llama-4-untied"
 EXPERTS = "--num-experts 4 --moe-capacity-factor 4"
 FP16 = "--mixed-precision fp16"
+TIED = "gpt2-4-tied"
 LAYERS = ["model.embed_tokens", *(f"model.layers.{number}" for number in range(4)), "model.norm", "lm_head"]
 assert JOB in parallel_jobs.JOBS
 
@@ -90,6 +91,17 @@ def test_norms_of_layers_are_those_of_one_process(layout: str, found: Any) -> No
         assert line == pytest.approx(wanted, rel=rel)
         together = math.hypot(*(value for name, value in line.items() if name != "grad_norm"))
         assert together == pytest.approx(line["grad_norm"], rel=1e-3 if "fp16" in layout else 1e-5)
+
+
+def _tied(workers: Any) -> list[dict[str, float]]:
+    return _norms(train(TIED, False, f"{FLAGS} --micro-batch-size 2 --pipeline-model-parallel-size 2"))
+
+
+def test_a_tied_matrix_counts_where_one_process_has_it() -> None:
+    """The last stage uses it as its head, and has no embedding."""
+    expected = _norms(reference(TIED, False, f"{FLAGS} --micro-batch-size 2"))
+    for line, wanted in zip(run_in_workers(2, _tied)[0], expected, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-4)
 
 
 def test_the_flag_changes_nothing_else() -> None:

@@ -36,7 +36,7 @@ ROUNDING = {
 CHOICES = (0.05, "a token whose two best experts are nearly equal goes to another one where 16 bits round otherwise")
 """The same for a mixture in 16 bits."""
 
-REFUSED = ("the loss does not reach", "a micro batch does not use all parameters")
+REFUSED = ("the loss does not reach", "a micro batch does not use")
 """Beginnings of ZeRO's errors if no worker reaches a parameter, or if one worker skips what others gather."""
 
 NAMES = [switch.name for switch in REGISTRY.switches]

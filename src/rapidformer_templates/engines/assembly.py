@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+from weakref import ReferenceType
 
 from torch import nn
 
+from rapidformer_templates.engines.backwards_in_loss import UNLIMITED, Derivatives
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.loss import AuxiliaryLosses, LossLayer
 from rapidformer_templates.models.adapters import FrozenBase
@@ -31,6 +34,8 @@ class Assembly:
         base: the frozen weights, if checkpoints have only the adapters.
         placement: which part of the whole model this worker has.
         is_compiled: whether its blocks run as compiled graphs.
+        built: the parameters as they were built, if anything still refers to them.
+        derivatives_in_loss: the derivatives through the model that a loss may take. The strictest limit counts.
     """
 
     model: nn.Module
@@ -38,10 +43,13 @@ class Assembly:
     base: FrozenBase | None = None
     placement: Placement = field(default_factory=Placement)
     is_compiled: bool = False
+    derivatives_in_loss: Derivatives = UNLIMITED
+    built: Sequence[ReferenceType[nn.Parameter]] = field(init=False, repr=False)
     _facts: dict[type, object] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         layers = (module for module in self.model.modules() if isinstance(module, LossLayer))
+        self.built = [weakref.ref(parameter) for parameter in self.model.parameters()]
         self.losses = next((layer.losses for layer in layers), None)
 
     @property
@@ -52,6 +60,10 @@ class Assembly:
     def record(self, fact: object) -> None:
         """Add the fact of a switch. It replaces an earlier one of the same class."""
         self._facts[type(fact)] = fact
+
+    def limit_derivatives(self, order: int, flag: str) -> None:
+        """Limit the derivatives through the model that a loss may take."""
+        self.derivatives_in_loss = min(self.derivatives_in_loss, Derivatives(order, flag))
 
     def find(self, kind: type[F]) -> F | None:
         """Return the recorded fact of a class, or None."""

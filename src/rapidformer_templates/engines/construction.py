@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Placement
+from torch.nn.parameter import is_lazy
 
 from rapidformer_templates.engines.boxes import local_values
 from rapidformer_templates.engines.parts import PartExchange, Parts, exchanges_of, starts_in_file
@@ -111,7 +112,7 @@ class ModelUnderConstruction:
 
     def add(self, parameter: nn.Parameter) -> None:
         """Divide a parameter's storage when memory is needed. Small and sparse parameters stay whole."""
-        if type(parameter.data) is not torch.Tensor or parameter.layout != torch.strided:
+        if is_lazy(parameter) or type(parameter.data) is not torch.Tensor or parameter.layout != torch.strided:
             return
         storage, own_bytes = parameter.untyped_storage(), parameter.numel() * parameter.element_size()
         known = self._storages.get(storage._cdata)

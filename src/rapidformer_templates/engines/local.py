@@ -22,6 +22,7 @@ from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines.assembly import Assembly
+from rapidformer_templates.engines.backwards_in_loss import UNLIMITED, checked_backwards, until_first_backward
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.embedding_noise import rows_of
@@ -47,7 +48,7 @@ from rapidformer_templates.engines.shards import (
 )
 from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
 from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
-from rapidformer_templates.engines.unused_parameters import with_unused_parameters
+from rapidformer_templates.engines.unused_parameters import WHOLE_WEIGHTS, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system import accelerator
@@ -73,11 +74,13 @@ class SingleEngine:
     - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_iter_update_chunks`, :meth:`_update`, together with
       :meth:`_drop_gradients` and :meth:`_supports_async_step`
     - :meth:`shards`, :attr:`_divides_gradients`: which part of weights, gradients and optimizer state a worker has
+    - :attr:`_derivatives_in_loss`, :meth:`_parameters_in_graph`: which backwards ``compute_loss`` may run itself
     """
 
     _needs_zero_gradients = False  # whether even a batch without targets must produce gradients
     _divides_gradients = False  # whether a worker has only a part of the gradients after the exchange
     _adds_norms_in_fp64 = False  # see global_norm
+    _derivatives_in_loss = UNLIMITED
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         self.workers = workers
@@ -93,6 +96,7 @@ class SingleEngine:
         self.optimizer: torch.optim.Optimizer
         self._callable: nn.Module  # the model that compute_loss receives
         self._parameters: list[nn.Parameter]
+        self._frozen: list[nn.Parameter]
         self._updated_shards: Mapping[torch.Tensor, Shard]  # the shard of each tensor that the optimizer updates
         self._lr_factor = 1.0
         self._monitor: StepMonitor | None = None  # None if the host waits for the device
@@ -118,10 +122,12 @@ class SingleEngine:
         self.assembly, self.compute_loss = assembly, compute_loss
         model = assembly.model
         self._auxiliary = assembly.losses
+        model.zero_grad()  # of backwards in build_model
         if not any(self.workers.gather(any(p.requires_grad for p in model.parameters()))):
             raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
         self._build(model, optimizer)
         self._callable = self._distribute()
+        self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
         group_values.record_initial_values(self.optimizer)
         if self._supports_async_step():
@@ -186,6 +192,22 @@ class SingleEngine:
 
     def step(self, microbatches: Sequence[MicroBatch], targets: float) -> Step:
         return Step(self, microbatches, targets)
+
+    @final
+    def begin_step(self) -> None:
+        """Drop gradients of other backwards (a hook's, or another session's), and prepare for the first micro batch.
+
+        Raises:
+            RapidformerError: a parameter that the optimizer does not have is trained now.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise RapidformerError(
+                "a parameter that was frozen when the optimizer was built requires a gradient now",
+                where="requires_grad_(True)",
+                hint="leave it trained in build_model, and freeze it in on_train_start until it shall be trained",
+            )
+        self._drop_gradients()
+        self._begin_step()
 
     def _begin_step(self) -> None:
         """Prepare for the first micro batch of a step."""
@@ -291,8 +313,36 @@ class SingleEngine:
         answers = mask_answers(microbatch, batch) if self._monitor else nullcontext()
         # An idle batch repeats samples, so batch norm must not count them a second time.
         buffers = restored_buffers(self.model) if microbatch.idle else nullcontext()
-        with self.precision(), rows_of(microbatch, batch), answers, buffers:
+        with self.precision(), rows_of(microbatch, batch), answers, buffers, self._checked_backwards():
             yield batch
+
+    def _checked_backwards(self) -> AbstractContextManager[None]:
+        limit = min(self._derivatives_in_loss, self.assembly.derivatives_in_loss)
+        return checked_backwards(self._parameters_in_graph, limit)
+
+    @final
+    def check_leaves(self, loss: torch.Tensor) -> None:
+        """Refuse a loss that uses parameters which the model does not have, or has only for the forward of a module.
+
+        Raises:
+            RapidformerError: see above.
+        """
+        wrong = set(map(id, self._wrong_leaves()))
+        if wrong and not wrong.isdisjoint(map(id, reached_parameters(loss))):
+            raise RapidformerError(
+                "the loss uses a parameter outside of the forward of its module, where a worker has only its part",
+                where="compute_loss(model, batch)",
+                hint=WHOLE_WEIGHTS,
+            )
+
+    def _wrong_leaves(self) -> Iterable[torch.Tensor]:
+        """Return parameters that a loss must not use: those of ``build_model`` that the run has replaced."""
+        own = set(map(id, self._parameters_in_graph()))
+        return [p for reference in self.assembly.built if (p := reference()) is not None and id(p) not in own]
+
+    def _parameters_in_graph(self) -> Iterable[torch.Tensor]:
+        """Return the parameters as the graph of a forward has them."""
+        return self.model.parameters()
 
     def _fill_zero_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Give these parameters a zero gradient if they have none, as in a micro batch that also has targets."""
@@ -350,7 +400,7 @@ class SingleEngine:
     def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
-        with self.precision():
+        with self.precision(), self._checked_backwards():
             loss, count = loss_and_count((compute_loss or self.compute_loss)(recorder, batch))
         if microbatch.idle or microbatch.targets == 0:
             return 0.0, recorder.output
@@ -358,8 +408,11 @@ class SingleEngine:
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
-        """Yield the model for a forward without side effects: random state, buffers and gradients are preserved."""
-        with preserve_state(self.model), self.precision():
+        """Yield the model for a forward without side effects: random state, buffers and gradients are preserved.
+
+        It ends at the first backward that the loss runs itself.
+        """
+        with preserve_state(self.model), self.precision(), until_first_backward(self._parameters_in_graph):
             yield self.model
 
     _weight_average: weight_average.WeightAverage | None = None
@@ -494,7 +547,13 @@ class DDPEngine(SingleEngine):
             self._callable.reducer.prepare_for_backward([])  # fills the buckets, which DDP skips under no_sync
         # DDP waits until the backward has reached every parameter, and does not know which ones are unused.
         # Searching the graph for them in every step would be slower.
-        super()._backward(with_unused_parameters(loss, self._parameters, then=self._find_unused))
+        frozen = [p for p in self._parameters if not p.requires_grad]  # since DDP has wrapped the model
+        for parameter in frozen:
+            parameter.requires_grad_(True)  # the graph must reach it
+        loss = with_unused_parameters(loss, self._parameters, then=self._find_unused)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        super()._backward(loss)
         if not self._exchanges:
             for index in self._unused:  # a later micro batch may use it
                 self._parameters[index].grad = None

@@ -65,7 +65,7 @@ def weighted_loss(
         return loss if weight == 1.0 else loss * weight
     if later is not None and isinstance(count, torch.Tensor):
         later.append((count.detach(), microbatch))
-    elif float(count) != microbatch.targets:
+    elif differs(float(count), microbatch):
         raise wrong_count_error(float(count), microbatch)
     return loss * weight
 
@@ -82,6 +82,14 @@ def loss_and_count(result: Any) -> tuple[Any, Any]:
     loss, second = result
     is_count = second.ndim == 0 if isinstance(second, torch.Tensor) else isinstance(second, Number)
     return loss, second if is_count else None
+
+
+def differs(count: Any, microbatch: MicroBatch) -> Any:
+    """Whether a hook's count of targets (a number, or a tensor on the device) is another one than ``count_targets``.
+
+    Sums of fractions, such as weights of classes, may differ in their last digits.
+    """
+    return abs(count - microbatch.targets) > min(0.5, 1e-3 * microbatch.targets)
 
 
 def wrong_count_error(count: float, microbatch: MicroBatch) -> RapidformerError:

@@ -6,6 +6,7 @@ Rates by layer decay towards the input: layers closer to it learn slower (Howard
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -19,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.errors import ConfigError, ModelError
+from rapidformer_templates.errors import ConfigError, ModelError, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import TrainingFlags
@@ -37,9 +38,13 @@ GroupOptions = Callable[[str, nn.Parameter], Mapping[str, object]]
 """Returns the options in which a parameter, given by its canonical name, differs from the rest."""
 
 
+UNDECAYED = re.compile(r"(^|[._])bias|(layernorm|rmsnorm|(^|[._])norm)\.\w+$")
+"""Names of biases and of parameters of norms, in lower case. Some have several dimensions, as the biases of experts."""
+
+
 def undecayed(name: str, parameter: nn.Parameter) -> Mapping[str, object]:
-    """Disable weight decay for biases and norms, which are the parameters with fewer than two dimensions."""
-    return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
+    """Disable weight decay for biases, norms, and all other parameters with fewer than two dimensions."""
+    return {"weight_decay": 0.0} if parameter.ndim < 2 or UNDECAYED.search(name.lower()) else {}
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,19 @@ class OptimizerSpec:
         Args:
             parameters: canonical names and parameters that are trained.
             differing: result of :meth:`differences` before the parameters were sharded.
+
+        Raises:
+            RapidformerError: a fused optimizer gets complex parameters.
         """
         groups: dict[tuple[bool, tuple[tuple[str, object], ...]], list[nn.Parameter]] = {}
         for name, parameter in parameters:
             # torch updates many parameters at once, but not sharded and plain ones together.
+            if parameter.is_complex() and self.kwargs.get("fused"):
+                raise RapidformerError(
+                    f"{name} has complex numbers, which fused optimizers do not update",
+                    where="build_optimizer()",
+                    hint="return OptimizerSpec(torch.optim.AdamW, {…}) without fused=True",
+                )
             key = isinstance(parameter, DTensor), tuple(sorted(differing[name].items()))
             groups.setdefault(key, []).append(parameter)
         return self.cls(

@@ -287,7 +287,7 @@ def global_norm(
     if in_fp64:
         dtype, norms = torch.float64, _norm_of_each([values for group in together.values() for values in group])
     else:
-        dtype = reduce(torch.promote_types, {gradient.dtype for _, gradient in gradients}, torch.bfloat16)
+        dtype = reduce(torch.promote_types, {gradient.dtype.to_real() for _, gradient in gradients}, torch.bfloat16)
         norms = [get_total_norm(values) for values in together.values()]
     square = torch.zeros((), dtype=torch.float64, device=workers.device)
     if norms:

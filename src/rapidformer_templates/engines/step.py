@@ -19,7 +19,7 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines.contract import StepResult
-from rapidformer_templates.engines.loss import HookCount, Recorder, weighted_loss, wrong_count_error
+from rapidformer_templates.engines.loss import HookCount, Recorder, differs, weighted_loss, wrong_count_error
 from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.system.accelerator import HostCopy
@@ -55,7 +55,7 @@ class Step:
         self.microbatches = microbatches
         self.result: StepResult | None = None
         self._engine = engine
-        self._weight = engine._gradient_divisor / max(targets, 1.0)
+        self._weight = engine._gradient_divisor / (targets or 1.0)
         self._total: torch.Tensor | None = None  # of the weighted losses on this worker (fp64)
         self._finished = 0  # micro batches
         self._losses_here: list[_MicroBatchLoss] = []
@@ -69,7 +69,7 @@ class Step:
             engine._monitor.begin(self._losses_here)
         if engine._auxiliary:
             engine._auxiliary.begin_step(microbatches, engine.workers)
-        engine._begin_step()
+        engine.begin_step()
 
     @final
     def run(self, lr_factor: float | Callable[[], float]) -> StepResult:
@@ -181,6 +181,8 @@ class Step:
         zeros = engine._needs_zero_gradients
         loss = weighted_loss(result, self._model, microbatch, self._weight, later, zeros=zeros)
         self._leave()
+        if engine.micro_steps == 0:
+            engine.check_leaves(loss)
         value = loss.detach()
         self._losses_here.append(_MicroBatchLoss(value, microbatch.samples))
         # A copy, because workers sum it in place.
@@ -314,7 +316,7 @@ class StepMonitor:
             wrong = torch.zeros_like(overflow)
         counts = [count.to(torch.float64) for count, _ in self.hook_counts]
         for count, (_, microbatch) in zip(counts, self.hook_counts, strict=True):
-            wrong = wrong | (count != microbatch.targets)
+            wrong = wrong | differs(count, microbatch)
         self._ended = self._ended | wrong
         values = torch.stack([loss.to(torch.float64), norm.to(torch.float64), wrong.to(torch.float64), *counts])
         self._unread.append(
@@ -338,7 +340,7 @@ class StepMonitor:
                 continue
             self._unread.clear()  # their updates were skipped
             for count, microbatch in zip(counts, step.microbatches, strict=True):
-                if count != microbatch.targets:
+                if differs(count, microbatch):
                     raise wrong_count_error(count, microbatch)
             raise NonFiniteLoss(
                 f"loss {loss}, gradient norm {norm}",

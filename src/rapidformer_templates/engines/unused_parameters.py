@@ -14,11 +14,16 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers
+
+WHOLE_WEIGHTS = (
+    "penalties on weights work with DDP, OSS, SDP, ZeRO-1, ZeRO-2, --use-distributed-optimizer and context parallelism"
+)
+"""Says where a loss may use parameters outside of the forward of their modules."""
 
 
 def with_unused_parameters(
@@ -35,11 +40,11 @@ def with_unused_parameters(
     return result
 
 
-def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parameters that a backward from ``loss`` reaches. It takes about a microsecond per operation."""
+def reached_parameters(*roots: torch.Tensor | GradientEdge) -> list[torch.Tensor]:
+    """Return the parameters that a backward from ``roots`` reaches. It takes about a microsecond per operation."""
     reached: list[torch.Tensor] = []
     visited: set[Node] = set()
-    pending = [loss.grad_fn]
+    pending = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     while pending:
         node = pending.pop()
         if node is None or node in visited:
@@ -150,7 +155,8 @@ class ForwardSequenceCheck:
             self._compare(None)
             self._expected = self._visited
         elif len(self._visited) < len(self._expected):
-            raise self._skipped_error(self._expected[len(self._visited)][0])
+            name = self._expected[len(self._visited)][0]
+            raise self._error("does not use all parameters", self._parameters[name] or [name])
 
     def _visit(self, name: str, backward: bool) -> None:
         if not self._is_active:
@@ -160,7 +166,7 @@ class ForwardSequenceCheck:
         if self._expected is None:
             self._compare(position)
         elif self._expected[index : index + 1] != [position]:
-            raise self._skipped_error(self._expected[index][0] if index < len(self._expected) else name)
+            raise self._order_error(self._expected[index][0] if index < len(self._expected) else name)
 
     def _watch_backward(self, name: str, output: object) -> None:
         """Detect that the backward reaches a module, at the first gradient of its outputs."""
@@ -193,7 +199,7 @@ class ForwardSequenceCheck:
             missing = [parameter for name in skipped for parameter in self._parameters[name]]
         for rank, names in enumerate(self._workers.gather(list(missing))):
             if names:
-                raise self._unused_error(names, f" (worker {rank})")
+                raise self._error("does not use all parameters", names, f" (worker {rank})")
 
     @property
     def is_known(self) -> bool:
@@ -208,14 +214,16 @@ class ForwardSequenceCheck:
         # The worker that is ahead has skipped the module of the other, which is the earlier one in a forward.
         earliest = min((other for other in indices if other), key=lambda other: self._indices[other[0]])
         ahead = next(rank for rank, other in enumerate(indices) if other != earliest)
-        raise self._skipped_error(earliest[0], f" (worker {ahead})")
+        raise self._order_error(earliest[0], f" (worker {ahead})")
 
-    def _skipped_error(self, name: str, who: str = "") -> RapidformerError:
-        return self._unused_error(self._parameters[name] or [name], who)
+    def _order_error(self, name: str, who: str = "") -> RapidformerError:
+        """Return the error for a micro batch that does not use a module yet, or not at all."""
+        return self._error("does not use these parameters when others do", self._parameters[name] or [name], who)
 
-    def _unused_error(self, names: Sequence[str], who: str) -> RapidformerError:
+    def _error(self, what: str, names: Sequence[str], who: str = "") -> RapidformerError:
         return RapidformerError(
-            f"a micro batch does not use all parameters: {', '.join(names[:6])}{who}",
+            f"a micro batch {what}: {', '.join(names[:6])}{who}",
             where=f"{self._where}, which gathers them on all workers at the same time",
-            hint="let every batch use the whole model, or partition its states with SDP, ZeRO-1 or ZeRO-2",
+            hint="let every batch use the whole model in the same order, or partition its states with SDP, ZeRO-1 or "
+            "ZeRO-2",
         )

@@ -129,10 +129,10 @@ def elementwise(function: TorchFunction, divided: object, *args: object, **kwarg
 
 
 def with_scalar(function: TorchFunction, divided: object, other: object) -> object:
-    """Apply a function of each value and one number."""
+    """Apply a function of each value and one number. A trained number needs the gradients of all values."""
     if not isinstance(divided, DividedTensor) or isinstance(other, DividedTensor):
         return NotImplemented
-    if isinstance(other, torch.Tensor) and other.ndim > 0 and function is not _T.type_as:
+    if isinstance(other, torch.Tensor) and (other.ndim > 0 or other.requires_grad) and function is not _T.type_as:
         return NotImplemented
     return divided.with_local(function(divided.local, other))
 

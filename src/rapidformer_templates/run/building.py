@@ -18,6 +18,7 @@ from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
 from rapidformer_templates.data.types import Endless, SampleSet, checked_data
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.backwards_in_loss import until_first_backward
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
@@ -111,7 +112,7 @@ def _set_up(run: Run, engine: Engine) -> None:
     plan, training, workers = run.plan, run.config.training, run.workers
     with engine.construction() as construction:
         # 1. The model as the user builds it, and what must be known about it before it is transformed.
-        model = _build_model(run, construction)
+        run.built = model = _build_model(run, construction)
         if run.has_values:
             run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
         turn_off_cache(model)
@@ -134,6 +135,7 @@ def _set_up(run: Run, engine: Engine) -> None:
             add_noise(assembly.model, training.neftune_alpha, training.seed)
 
         # 3. The engine. It wraps or shards the model, and then builds the optimizer.
+        run.built = assembly.model
         recipe = checked_optimizer(run.hooks.build_optimizer())
         run.peak_lr = float(recipe.kwargs.get("lr", 0.0))
         engine.setup(assembly, recipe, run.hooks.compute_loss)
@@ -226,7 +228,7 @@ def _parameters_by_use(run: Run, model: nn.Module) -> list[str] | None:
     if run.data.train is None:
         return None
     uses = FirstUses(model)
-    with torch.no_grad(), in_evaluation(model), allow_trial(run.task), uses:
+    with torch.no_grad(), in_evaluation(model), allow_trial(run.task), uses, until_first_backward(model.parameters):
         _loss_of_one(run, model)
     return uses.names
 
@@ -260,6 +262,7 @@ def _loss_of_one(run: Run, model: nn.Module) -> Any:
     request = BatchRequest([0], (run.config.training.seed, Stream.TRIAL), [0])
     (microbatch,) = load(run.data.train, run.data, [request], workers=0, pin_memory=False)
     run.index_limits.check(microbatch, "training samples")
+    run.built = model
     batch = to_device(microbatch.batch, next(model.parameters()).device)
     with preserve_state(model):
         return run.hooks.compute_loss(model, batch)

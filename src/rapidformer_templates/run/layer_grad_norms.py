@@ -24,10 +24,9 @@ class LayerGradNorms:
         trained = [name for name, tensor in named_tensors(assembly).items() if tensor.requires_grad]
         blocks = [canonical_name(name) for name in assembly.blocks]
         layers = {}
-        for name in trained:
+        for name in map(assembly.placement.whole_name, trained):  # a stage may have a tied matrix as its head
             module = name.rpartition(".")[0] or name
-            layer = next((block for block in blocks if name.startswith(f"{block}.")), module)
-            layers[assembly.placement.whole_name(name)] = layer
+            layers[name] = next((block for block in blocks if name.startswith(f"{block}.")), module)
         # A worker may have the gradients of parameters that are in another worker's part of the model.
         self._layers = {name: layer for of_rank in workers.gather(layers) for name, layer in of_rank.items()}
         self._indices = {layer: index for index, layer in enumerate(dict.fromkeys(self._layers.values()))}

@@ -24,6 +24,7 @@ from rapidformer_templates.run.replica_check import ReplicaCheck
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saving import Checkpoints
 from rapidformer_templates.run.step_errors import (
+    explain_parts,
     list_samples,
     locate_device_errors,
     locate_index_errors,
@@ -244,7 +245,11 @@ class Loop:
         """Make an optimizer step, with the additional forwards and measurements of the task."""
         engine, task, workers = self.run.engine, self.run.task, self.run.workers
         samples = [sample for microbatch in microbatches for sample in microbatch.samples]
-        with self._locate_errors(step), locate_index_errors(samples, "training samples"):
+        with (
+            self._locate_errors(step),
+            locate_index_errors(samples, "training samples"),
+            explain_parts(self.run.plan),
+        ):
             if task and task.measures:
                 task.begin_step(microbatches)
             if task and task.needs_prepass:

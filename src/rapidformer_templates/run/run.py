@@ -109,6 +109,7 @@ class Run:
         parameter_groups: the options in which the planned optimizer treats some parameters differently.
         depths: the depths of the layers, for a learning rate per layer. See
             :func:`~rapidformer_templates.engines.recipe.depths_of`.
+        built: the model before the engine has it. None until ``build_model`` has returned.
         engine: trains the model.
         setup_peak: memory that building, loading and setting up the model needed.
         peak_lr: the learning rate of the optimizer recipe.
@@ -133,6 +134,7 @@ class Run:
     labels_are_shifted: bool = field(init=False, default=False)
     parameter_groups: GroupOptions = field(init=False, default=undecayed)
     depths: Mapping[str, int] = field(init=False, default_factory=dict)
+    built: nn.Module | None = field(init=False, default=None)
     engine: Engine = field(init=False)
     setup_peak: MemoryPeak = field(init=False)
     peak_lr: float = field(init=False)

@@ -47,7 +47,7 @@ from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.run import Position, Template, begin_run
 from rapidformer_templates.run.saving import check_base, checkpoint_to_load, restore_engine
 from rapidformer_templates.run.scripts import CALL
-from rapidformer_templates.run.step_errors import locate_device_errors
+from rapidformer_templates.run.step_errors import explain_parts, locate_device_errors
 from rapidformer_templates.run.watch import OWN_CODE, STEP
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import seed_all
@@ -261,7 +261,7 @@ class Session:
             loss, output = self._run.engine.eval_batch(microbatch)
         self._placeholder = batch if self._placeholder is None else self._placeholder
         (total,) = self.workers.sum(loss if self.workers.is_replica_leader else 0.0)
-        return Evaluation(total / max(targets, 1.0), targets, output if self.workers.ends_pipeline else None)
+        return Evaluation(total / (targets or 1.0), targets, output if self.workers.ends_pipeline else None)
 
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint to ``checkpoints/step-N`` in the folder. Any layout can load it.
@@ -431,7 +431,7 @@ class Session:
     def _locate_errors(self, newest: int) -> Iterator[None]:
         """Add the step to a :class:`NonFiniteLoss` or a device failure. ``newest`` is the last started step."""
         try:
-            with locate_device_errors(lambda: newest):
+            with locate_device_errors(lambda: newest), explain_parts(self.plan):
                 yield
         except NonFiniteLoss as error:
             step = newest - error.age

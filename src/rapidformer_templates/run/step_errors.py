@@ -7,6 +7,7 @@ checked, because the host would wait for it.
 
 from __future__ import annotations
 
+import re
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,9 @@ from transformers import PreTrainedModel
 
 from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.errors import DataError, DeviceFailed, NonFiniteLoss, is_out_of_memory
+from rapidformer_templates.engines.unused_parameters import WHOLE_WEIGHTS
+from rapidformer_templates.errors import DataError, DeviceFailed, NonFiniteLoss, RapidformerError, is_out_of_memory
+from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers
 
 SHOWN = 32
@@ -153,6 +156,30 @@ def name_not_finite(error: NonFiniteLoss, workers: Workers) -> str | None:
     parts = [f"{list_samples(samples)} of worker {rank} on {host}" for rank, samples, host in named[:SHOWN_WORKERS]]
     more = f", and of {len(named) - SHOWN_WORKERS} more" if len(named) > SHOWN_WORKERS else ""
     return f"training samples {', '.join(parts)}{more}"
+
+
+OF_PARTS = re.compile(r"mixed torch\.Tensor and DTensor|_local_tensor|\[0\]|\(0\)")
+"""Errors of torch about a part of a parameter: a DTensor among tensors, or a tensor without elements (ZeRO-3)."""
+
+
+@contextmanager
+def explain_parts(plan: Plan) -> Iterator[None]:
+    """Context for steps. It explains errors of a loss that computes with parameters which the workers have divided.
+
+    Raises:
+        RapidformerError: replaces an error of torch about a part of a parameter.
+    """
+    try:
+        yield
+    except (RuntimeError, AttributeError) as error:
+        if not plan.builds_in_shares or not OF_PARTS.search(str(error)):
+            raise
+        raise RapidformerError(
+            "a parameter is used outside of the forward of its module, where a worker has only its part "
+            f"({str(error).partition(chr(10))[0]})",
+            where="compute_loss(model, batch)",
+            hint=WHOLE_WEIGHTS,
+        ) from error
 
 
 TORCH = str(Path(torch.__file__).parent)

@@ -58,6 +58,9 @@ class ParallelEngine(SingleEngine):
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         self.model = model.train()
         self._shard(self.model)
+        for parameter in self.model.parameters():  # updates are runs of the flattened parameter
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
         tied = self._open_groups_of_copies()
         self._sync_initial_weights(tied)
         persistent = model.state_dict(keep_vars=True)

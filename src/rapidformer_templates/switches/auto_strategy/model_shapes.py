@@ -13,7 +13,7 @@ from torch import nn
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, buckets_by_key
 from rapidformer_templates.engines.parallel.compute_dtype import cast_to_compute_dtype, parameters_with_masters
-from rapidformer_templates.engines.recipe import depth_of, depths_of
+from rapidformer_templates.engines.recipe import depth_of, depths_of, undecayed
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of, tables_of, width_of
 from rapidformer_templates.planning.balance import balanced_cut
@@ -180,7 +180,7 @@ class ModelShapes:
         return {
             name: ParameterShape(
                 shape_of(p),
-                p.ndim >= 2,
+                not undecayed(name, p),
                 is_table=name in tables,
                 is_expert=id(p) in experts,
                 is_trained=p.requires_grad,

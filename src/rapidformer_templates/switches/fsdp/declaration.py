@@ -197,7 +197,9 @@ def _copies_acted(measured: Measured) -> str | None:
     updated, whole = sum(measured.all("updated_elements")), sum(measured.all("trained_elements")) // data
     over, experts = measured.plan.engine_options.experts_over, measured["divided_over_experts"] or 0
     of_experts = data // over // shards_of_experts(data, size, over)
-    if not updated or updated != (whole - experts) * (data // size) + experts * of_experts:
+    kept = int(measured["kept_whole"] or 0)
+    divided = (whole - experts - kept) * (data // size) + experts * of_experts
+    if not updated or updated != divided + kept * data:
         copies = f"the workers have {updated:,} elements together, {whole:,} of the model are trained"
         return f"{data // size} copies of shares for {size} workers were expected; {copies}"
     if measured["copies_equal"] is not True:

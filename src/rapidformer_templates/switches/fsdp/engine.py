@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.backwards_in_loss import Derivatives
 from rapidformer_templates.engines.construction import take_part
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
@@ -54,6 +55,7 @@ class FSDPEngine(SingleEngine):
     """
 
     _divides_gradients = True
+    _derivatives_in_loss = Derivatives(1, "--fsdp-memory-optimization")  # it gathers parameters for one backward
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
@@ -91,18 +93,41 @@ class FSDPEngine(SingleEngine):
         # Shards are other tensors, without the notes of their parameters.
         shapes_of_codes = {name: shape_of(p) for name, p in model.named_parameters() if is_quantized(p)}
         blocks = list(find_blocks(model).values())
+        whole = self._keep_whole(model)
         for unit in (*_separate_units(model, [*_shared_modules(blocks), *blocks]), model):
-            self._shard_unit(unit, policy, reshard)
+            self._shard_unit(unit, whole, policy, reshard)
         accelerator.move(model, self.workers.device)  # the buffers
         for buffer in model.buffers() if self.workers.world > 1 else ():
             dist.broadcast(buffer.detach(), src=0)
         for name, shape in shapes_of_codes.items():
             note_shape(model.get_parameter(name), shape)
 
-    def _shard_unit(self, unit: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
+    def _keep_whole(self, model: nn.Module) -> set[nn.Parameter]:
+        """Move the parameters that ``fully_shard`` cannot divide to the device, and return them.
+
+        These have no dimensions or no elements, or another type than most of the trained elements.
+        """
+        owners_of, sizes, kept = _owners(model), Counter[torch.dtype](), set[nn.Parameter]()
+        for parameter in owners_of:
+            sizes[parameter.dtype] += parameter.numel() * parameter.requires_grad
+        usual = max(sizes, key=sizes.__getitem__, default=None)
+        for parameter, owners in owners_of.items():
+            is_usual = parameter.dtype == usual or not parameter.requires_grad
+            if not (is_usual and parameter.ndim and parameter.numel()):
+                whole = nn.Parameter(self._part_of(parameter, Replicate()), requires_grad=parameter.requires_grad)
+                kept.add(whole)
+                for module, key in owners:
+                    module.register_parameter(key, whole)
+        return kept
+
+    def _shard_unit(
+        self, unit: nn.Module, whole: set[nn.Parameter], policy: MixedPrecisionPolicy, reshard: bool | None
+    ) -> None:
         """Shard a unit in place. ``fully_shard`` gets parameters without memory, and then each gets its own rows."""
-        rows = self._take_rows(unit)
-        sharded_unit: FSDPModule = fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
+        rows = self._take_rows(unit, whole)
+        sharded_unit: FSDPModule = fully_shard(
+            unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=whole
+        )
         for owners, values in rows:
             module, key = owners[0]
             spec = module.get_parameter(key)
@@ -117,15 +142,15 @@ class FSDPEngine(SingleEngine):
             for sharded in group.fsdp_params:
                 sharded.reset_sharded_param()
 
-    def _take_rows(self, unit: nn.Module) -> list[tuple[Owners, torch.Tensor]]:
+    def _take_rows(self, unit: nn.Module, kept: set[nn.Parameter]) -> list[tuple[Owners, torch.Tensor]]:
         """Return this worker's rows of each parameter of a unit and leave the parameters without memory."""
-        owners_of, rows = _owners(unit), []
+        owners_of, rows = {p: owners for p, owners in _owners(unit).items() if p not in kept}, []
         while owners_of:  # the dictionary must not keep a parameter whose rows are taken
             whole = next(iter(owners_of))
             owners = owners_of.pop(whole)
-            rows.append((owners, self._rows_of(whole)))
+            rows.append((owners, self._part_of(whole, ShardPlacement(0))))
             # empty_like would count as a use of the parameter and gather it.
-            memoryless = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+            memoryless = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
             empty = nn.Parameter(memoryless, requires_grad=whole.requires_grad)
             for module, key in owners:
                 module.register_parameter(key, empty)
@@ -134,12 +159,12 @@ class FSDPEngine(SingleEngine):
                 self._construction.forget_freed()
         return rows
 
-    def _rows_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return this worker's rows of a parameter on the device, divided as ``fully_shard`` does it."""
+    def _part_of(self, parameter: nn.Parameter, placement: Placement) -> torch.Tensor:
+        """Return this worker's part of a parameter on the device, divided as ``fully_shard`` does it."""
         ranks = [rank % self.group for rank in range(self.workers.world)]
         return take_part(
             parameter,
-            ShardPlacement(0),
+            placement,
             self.group,
             ranks[self.workers.rank],
             construction=self._construction,
@@ -201,6 +226,7 @@ class FSDPEngine(SingleEngine):
             for group in groups:
                 group.post_backward = ReduceAll(group, self._used)
             unit.register_forward_hook(self._record_views)
+        self._whole_parameters = [p for p in self._parameters if not isinstance(p, DTensor)]
         self._sequence_check = (
             ForwardSequenceCheck(units, trained, self.workers, "FSDP") if self.workers.world > 1 else None
         )
@@ -227,7 +253,17 @@ class FSDPEngine(SingleEngine):
         self._used.clear()
 
     def _unused_here(self) -> Sequence[int]:
+        for parameter in self._whole_parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                self._used.add(id(parameter))
         return [index for index, p in enumerate(self._parameters) if id(p) not in self._used]
+
+    def _parameters_in_graph(self) -> Iterable[torch.Tensor]:
+        units = (module for module in self.model.modules() if isinstance(module, FSDPModule))
+        sharded = [p for unit in units for group in _groups(unit) for p in group.fsdp_params]
+        return [*self.model.parameters(), *(p.unsharded_param for p in sharded if hasattr(p, "_unsharded_param"))]
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
         self._views, self._in_forward = [], True
@@ -245,7 +281,15 @@ class FSDPEngine(SingleEngine):
             self._sequence_check.forward_done()
         super()._backward(loss)
 
+    def _wrong_leaves(self) -> Iterable[torch.Tensor]:
+        # The gradient of a shard would be this worker's, and not a sum over the workers.
+        return [*super()._wrong_leaves(), *(p for p in self.model.parameters() if isinstance(p, DTensor))]
+
     def _reduce(self) -> None:
+        for parameter in self._whole_parameters if self.workers.world > 1 else ():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(self.workers.world)
         for parameter in self._parameters:
             if parameter.grad is not None and _has_mesh_dimension(parameter, EXPERTS):
                 # These gradients are sums over the workers that sent tokens, averaged over the workers that have the
@@ -261,6 +305,7 @@ class FSDPEngine(SingleEngine):
         types = {group._reduce_dtype or self.compute_type or group._orig_dtype for group in groups}
         self.receipts["parameter_bytes_in_backward"] = bytes_by_kind({"parameters": parameters})["parameters"]
         whole = sum(count for count, divided in sizes if not divided)
+        self.receipts["kept_whole"] = sum(p.numel() for p in self._whole_parameters)
         self.receipts["whole_in_backward"] = whole / sum(count for count, _ in sizes)
         self.receipts["gradients_summed_in"] = [name for name, dtype in REDUCE_TYPES.items() if dtype in types]
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from rapidformer_templates.engines.backwards_in_loss import in_loss
 from rapidformer_templates.models.divided_tensor import VocabularyShard, losses_and_slope
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "accelerator": 512 * 2**20}
@@ -205,7 +206,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In place: autograd refuses a second backward through tensors that were changed.
-        return (*(None if g is None else g.mul_(outer[0]) for g in ctx.saved_tensors), None, None, None)
+        multiply = torch.mul if in_loss() else torch.Tensor.mul_
+        return (*(None if g is None else multiply(g, outer[0]) for g in ctx.saved_tensors), None, None, None)
 
 
 class _Gradients:

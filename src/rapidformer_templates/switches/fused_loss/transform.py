@@ -54,6 +54,7 @@ def fuse_loss(assembly: Assembly, building: Building[object]) -> None:
     """
     if not building.workers.ends_pipeline:
         return
+    assembly.limit_derivatives(1, SWITCH_FLAG)  # the forward computes the gradients
     model = assembly.model
     find: object = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None

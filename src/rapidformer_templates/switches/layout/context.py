@@ -39,6 +39,7 @@ def divide_context(assembly: Assembly, building: Building[object]) -> None:
         ModelError: the model has no blocks, its attention cannot be divided, or other layers mix positions, too.
     """
     model, workers = assembly.model, building.workers
+    assembly.limit_derivatives(0, "--context-parallel-size")  # a worker gets the part of its tokens
     part = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if part is None:
         raise _refusal(model, "is not a transformers model: only the attention of those can be divided from outside")

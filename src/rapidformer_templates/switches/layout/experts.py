@@ -43,6 +43,7 @@ def divide_experts(assembly: Assembly, building: Building[object]) -> None:
     model, workers, over = assembly.model, building.workers, building.plan.engine_options.experts_over
     if over == 1:
         return
+    assembly.limit_derivatives(1, "--expert-parallel")  # the exchange of tokens is differentiated once
     native = own_experts(model)
     stacks = [*(base_of(layer.experts) for _, layer in sparse_layers(model)), *native]
     _check(stacks, over)

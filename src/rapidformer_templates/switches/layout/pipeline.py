@@ -33,6 +33,7 @@ from rapidformer_templates.switches.layout.pipeline_switch import PipelineParall
 from rapidformer_templates.switches.layout.tracing import (
     AFTER,
     BEFORE,
+    NO_DERIVATIVES,
     WITHIN,
     called_twice_error,
     holders,
@@ -57,6 +58,7 @@ def cut_into_stages(assembly: Assembly, building: Building[PipelineParallelFlags
     cut = PipelineCut(assembly, workers.pipeline, building.try_loss)
     sizes = cut.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
     assembly.placement = cut.remove_other_stages(sizes, workers.pipeline_rank)
+    assembly.limit_derivatives(*NO_DERIVATIVES)
     if building.construction:
         of_stage = workers.world // workers.pipeline
         stages = [range(first, first + of_stage) for first in range(0, workers.world, of_stage)]

@@ -82,6 +82,7 @@ def divide_matrices(assembly: Assembly, building: Building[object]) -> None:
         ModelError: the model has no tensor plan, or the plan is not supported.
     """
     model = assembly.model
+    assembly.limit_derivatives(1, "--tensor-model-parallel-size")  # collectives are differentiated once
     assert building.workers.mesh is not None
     mesh = building.workers.mesh["tensor"]
     peers = Peers(mesh.get_group(), mesh.size(), building.workers.tensor_rank)

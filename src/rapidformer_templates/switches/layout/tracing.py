@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.backwards_in_loss import Derivatives, checked_backwards
 from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.models.blocks import (
@@ -31,6 +32,7 @@ from rapidformer_templates.models.blocks import (
 )
 
 BEFORE, WITHIN, AFTER = "before", "within", "after"
+NO_DERIVATIVES = Derivatives(0, "--pipeline-model-parallel-size")  # a stage has its part of the graph
 
 
 @dataclass
@@ -78,7 +80,7 @@ def trace(
                 and next(module.parameters(recurse=False), None) is not None
             ):
                 stack.callback(module.register_forward_hook(recorder.outside(name)).remove)
-        (first_name, first), *others = blocks.items()
+        (_, first), *others = blocks.items()
         stack.callback(first.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True).remove)
         # Before transformers' own hooks, which may read the hidden states that the loss receives.
         stack.callback(first.register_forward_hook(recorder.leave_first, prepend=True).remove)
@@ -86,16 +88,17 @@ def trace(
         stack.enter_context(_without_new_hooks(model))
         stack.enter_context(replaced(model, {name: _SkippedForward(recorder, name, block) for name, block in others}))
         stack.enter_context(_requiring_gradients(frozen))
-        loss = compute_loss(model)
+        with checked_backwards(model.parameters, NO_DERIVATIVES):
+            loss = compute_loss(model)
     recorder.check_complete()
     of_loss = set(map(id, reached_parameters(loss[0] if isinstance(loss, tuple) else loss)))
-    of_first_block = {id(p) for p in first.parameters()}
-    if of_loss & of_first_block:
+    of_blocks = {id(p): name for name, block in blocks.items() for p in block.parameters()}
+    if used := of_loss & of_blocks.keys():
         raise ModelError(
-            f"the loss uses values that the blocks set aside, not only those that they pass on ({first_name})",
+            f"the loss uses more of a block than the hidden state that it passes on ({of_blocks[min(used)]})",
             where=type(model).__name__,
-            hint="under a pipeline the last stage has its own blocks only: leave such a term out "
-            "(the balancing loss of experts, attention weights), or --pipeline-model-parallel-size",
+            hint="under a pipeline the last stage has its own blocks only: leave such a term out (a penalty on "
+            "weights, the balancing loss of experts, attention weights), or --pipeline-model-parallel-size",
         )
     recorder.flow.beyond = of_loss
     return recorder.flow

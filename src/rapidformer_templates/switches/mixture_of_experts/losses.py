@@ -113,6 +113,7 @@ class BalanceLosses:
                 inputs = arguments.get("inputs_embeds")
             self._shape = tuple(inputs.shape[:2]) if isinstance(inputs, torch.Tensor) else ()
             self._without_backward = {}
+            self._counts = False  # until the backward of the step, not in one that the user's loss runs itself
 
         model.register_forward_pre_hook(read_mask, with_kwargs=True)
 
@@ -280,7 +281,8 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _AttachContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (record,) = ctx.saved_tensors
-        losses = ctx.losses
+        losses, unit = ctx.losses, record.new_zeros(())
         if losses._counts:
             losses.add_record(record, ctx.layer)
-        return gradients[0], losses._unit.to(ctx.own_type), None, None, None
+            unit = losses._unit
+        return gradients[0], unit.to(ctx.own_type), None, None, None

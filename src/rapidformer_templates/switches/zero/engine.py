@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rapidformer_templates.engines.backwards_in_loss import Derivatives
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec, trained_parameters
@@ -29,6 +30,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import state as zero_state
 from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, build_parts, leave_out_shm_comm
 from rapidformer_templates.system import accelerator
+from rapidformer_templates.system.replaced_functions import patch_function
 from rapidformer_templates.system.workers import Workers, close_group_by, open_group_alone
 
 
@@ -40,6 +42,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None, workers: Workers) -> zero_
     """
     masters: zero_state.Masters = {}
     for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.contiguous()
         if not _is_cast(parameter, dtype):
             continue
         if parameter.requires_grad:
@@ -95,6 +98,16 @@ def partition(
     return masters
 
 
+def _broadcast_with_scalars(broadcast: Callable[[Any], None], engine: Any) -> None:
+    """Broadcast the parameters of DeepSpeed's engine. It views each as bytes, which takes a dimension."""
+    scalars = [parameter for parameter in engine.module.parameters() if parameter.ndim == 0]
+    for parameter in scalars:
+        parameter.data = parameter.data[None]
+    broadcast(engine)
+    for parameter in scalars:
+        parameter.data = parameter.data[0]
+
+
 @contextlib.contextmanager
 def _without_gathers(parameters: Sequence[Any]) -> Iterator[None]:
     """Do not gather and partition these parameters inside the context.
@@ -126,6 +139,7 @@ class DeepSpeedEngine(SingleEngine):
         self.loss_scale = None  # DeepSpeed has its own, with the same rule
         self.config: dict[str, Any] = dict(plan.engine_options.deepspeed)
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
+        self._derivatives_in_loss = Derivatives(0, f"ZeRO-{self.zero_stage}")  # it reduces gradients in any backward
         build_parts(plan)
         # Connect DeepSpeed to the process group and the device. A single worker gets a new group.
         os.environ.setdefault("LOCAL_RANK", str(workers.local_rank))
@@ -143,6 +157,7 @@ class DeepSpeedEngine(SingleEngine):
             # DeepSpeed requires fast kernels, but torch computes in fp16 on any CPU.
             deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
         open_group_alone(workers.device)
+        patch_function(deepspeed.DeepSpeedEngine, "_broadcast_model", _broadcast_with_scalars)
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed()
         close_group_by(deepspeed.comm.destroy_process_group)
@@ -158,6 +173,7 @@ class DeepSpeedEngine(SingleEngine):
 
         self.config = self._config_for(width_of(model))
         named = trained_parameters(model)
+        self._check_parameters(model, [p for _, p in named])
         differing = recipe.differences(named)
         self._parameters = [p for _, p in named]
         masters = self._convert(model, self.config)
@@ -178,6 +194,23 @@ class DeepSpeedEngine(SingleEngine):
         )
         settings = self._deepspeed._config.zero_config.model_dump().items()
         self.receipts["zero_optimization"] = {key: v for key, v in settings if isinstance(v, (bool, int, float))}
+
+    def _check_parameters(self, model: nn.Module, trained: Sequence[nn.Parameter]) -> None:
+        """Refuse what DeepSpeed cannot put end to end: several types, complex numbers, and nothing at all.
+
+        Raises:
+            RapidformerError: the model has such parameters.
+        """
+        types = {p.dtype for p in trained if self.compute_type is None or p.is_complex()}
+        empty = [name for name, p in model.named_parameters() if p.numel() == 0]
+        if len(types) < 2 and not any(dtype.is_complex for dtype in types) and not empty:
+            return
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
+        raise RapidformerError(
+            f"this model trains {names}" if not empty else f"{empty[0]} has no elements",
+            where=f"ZeRO-{self.zero_stage}, which joins parameters of one real type",
+            hint="change it in build_model(), or train with --fsdp-memory-optimization or --use-distributed-optimizer",
+        )
 
     def frozen(self, model: nn.Module) -> nn.Module:
         """Prepare a frozen model like the trained one: in the compute type, partitioned in stage 3, no optimizer."""
@@ -222,9 +255,6 @@ class DeepSpeedEngine(SingleEngine):
         if overflow and not fp16:
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {float(norm)}")
         return norm, overflow
-
-    def _drop_gradients(self) -> None:
-        """Do nothing: DeepSpeed frees the gradients in its step."""
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
         self._deepspeed.set_gradient_accumulation_boundary(last)

@@ -226,7 +226,7 @@ class ZeroState(ABC):
         group_values.check_count(self.optimizer.optimizer, ", ".join(sorted(names)[:2]), sorted(keys))
         for key in per_parameter:
             saved_fragments = [f for f in fragments if f"{f.name}/{key}" in saved]
-            if saved[f"{saved_fragments[0].name}/{key}"] == ():
+            if _is_one_number(key, reader):
                 # Each parameter has this value, but a flat partition has it only once.
                 counts = {f.name: reader.read("optimizer", f"{f.name}/{key}", (), ()) for f in saved_fragments}
                 values = {float(count) for count in counts.values()}
@@ -260,6 +260,13 @@ class ZeroState(ABC):
             with self._gather_unpartitioned(tensor) as whole:
                 if self.workers.is_main:
                     yield name, whole.detach().cpu()
+
+
+def _is_one_number(key: str, reader: StateReader) -> bool:
+    """Whether an entry of the optimizer state is one number for a parameter, and not one for each of its elements."""
+    weights, entries = reader.names("weights"), reader.names("optimizer").items()
+    of_key = ((name, shape) for entry, shape in entries for name, _, last in [entry.rpartition("/")] if last == key)
+    return key == group_values.COUNT or any(shape == () and weights.get(name) for name, shape in of_key)
 
 
 class FlatGroups(ZeroState):
