@@ -1,7 +1,7 @@
 """Errors that a user can fix, and the diagnostics of a refused plan.
 
-Every error that is caused by a user's mistake derives from :class:`RapidformerError`. The command line
-prints it without a stack trace and exits with ``exit_status``.
+Every error that is caused by a user's mistake derives from :class:`RapidformerError`, and a stopped run raises
+:class:`Interrupted`. The command line prints both without a stack trace and exits with ``exit_status``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import ParamSpec
 P = ParamSpec("P")
 
 
-class RapidformerError(Exception):
-    """A mistake or a condition that the user can fix.
+class Explained(BaseException):
+    """An exception whose text tells the user what to do.
 
     Args:
         message: what is wrong, in one sentence.
@@ -57,6 +57,10 @@ class RapidformerError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows instead of a stack trace. IPython calls this."""
         return self.render().splitlines()
+
+
+class RapidformerError(Explained, Exception):
+    """A mistake or a condition that the user can fix."""
 
 
 class ConfigError(RapidformerError):
@@ -161,7 +165,7 @@ class WorkerFailed(RapidformerError):
     """A worker process ended too early.
 
     Args:
-        lost_workers: see :class:`RapidformerError`.
+        lost_workers: see :class:`Explained`.
     """
 
     exit_status = 1
@@ -204,8 +208,10 @@ class ReportedError(RapidformerError):
         return self.message
 
 
-class Interrupted(RapidformerError):
+class Interrupted(Explained, KeyboardInterrupt):
     """The run was asked to stop (SIGTERM, SIGINT, SIGHUP). This is not an error, and the message does not call it one.
+
+    An ``except Exception`` does not catch it, so Ctrl-C also ends a program that trains several times.
 
     Args:
         saved: whether there is a checkpoint from which the run can resume. It decides the exit status. 75 is

@@ -34,7 +34,7 @@ from rapidformer_templates.engines.recipe import (
     schedule,
     undecayed,
 )
-from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
+from rapidformer_templates.errors import ConfigError, Explained, Interrupted
 from rapidformer_templates.models.label_use import smoothed_labels
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Plan
@@ -51,6 +51,7 @@ from rapidformer_templates.run.scripts import (
     hooks_of,
     intercept_for_planning,
     is_planning,
+    note_use,
 )
 from rapidformer_templates.run.session import Session, broadcast_weights, open_session
 from rapidformer_templates.run.step_errors import IndexLimits
@@ -321,24 +322,26 @@ class Trainer:
 
         Raises:
             RapidformerError: a mistake that you can fix. If it can be detected in advance, nothing is started.
+            Interrupted: the run was asked to stop, as by Ctrl-C. It is a ``KeyboardInterrupt``. :attr:`model` has the
+                weights of the last step, also after an error in this process.
         """
         sends = workers is not None or not launch.is_script()
-        before = self.config
+        starts_workers, before = False, self.config
         if workers is not None:
             where = "fit(workers=…)"
             self._replace_flags(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
         try:
             intercept_for_planning(self)
-            self._model = self._weights = self._model_run = self._local_run = self.stop_reason = None
-            self._trained_in_workers = False
-            if sends and not is_worker() and (self.config.launch.nproc_per_node or 1) > 1:
-                summary, self._weights = launch_from_python.fit(self)
-            else:
-                summary = run.fit(self, self._store_model)
-                self._trained_in_workers = self._local_run is None and self._weights is None
-            self._trained_plan = vars(self).get("plan")
-            return summary
+            self._model = self._weights = self._model_run = self._local_run = self.stop_reason = self._missing = None
+            starts_workers = not is_worker() and (self.config.launch.nproc_per_node or 1) > 1
+            if sends and starts_workers:
+                return launch_from_python.fit(self, self._store_weights)
+            return run.fit(self, self._store_model)
         finally:
+            self._trained_plan = vars(self).get("plan")
+            if self._local_run is None and self._weights is None and not is_worker():
+                self._model_run = None
+                self._missing = self._why_missing(in_script=starts_workers and not sends)
             if workers is not None:
                 self._set_config(before)  # the argument applies to this call only
 
@@ -352,19 +355,21 @@ class Trainer:
     _model_run: Run | None = None  # the run that trains the model, or has trained it in this process
     _local_run: Run | None = None  # the run that has the whole model in this process
     _weights: inference.Weights | None = None  # trained weights that are not in a model yet
-    _trained_in_workers = False  # whether the model was trained in workers that have exited
+    _missing: ConfigError | None = None  # why fit() has left no model in this process
 
     @property
     def model(self) -> nn.Module:
         """The model. Inside hooks it is the module that the engine trains.
 
-        After ``fit()`` it is the trained, unsharded model in this process.
+        After ``fit()`` it is the trained, unsharded model in this process. If the run was stopped or has failed, it has
+        the weights of the last step.
 
         Raises:
             AttributeError: there is no model yet.
+            ConfigError: ``fit()`` has left no model in this process.
         """
         trained = self._model_run
-        if not hasattr(trained, "engine") and (self._weights is not None or self._trained_in_workers):
+        if not hasattr(trained, "engine") and (self._weights is not None or self._missing):
             trained = self._single_process_run()
         model = trained.model if trained is not None and hasattr(trained, "engine") else self._model
         if model is None:
@@ -415,18 +420,28 @@ class Trainer:
 
     def _single_process_run(self) -> Run:
         """Return the run that has the whole model in this process. Build the model if there is none."""
-        if self._trained_in_workers:
-            raise ConfigError(
-                "the model was trained in workers that ran this script, and is not in this process",
-                where=f"{type(self).__name__}",
-                hint="train with fit(workers=N), or use its export: rapidformer evaluate RUN, predict RUN",
-            )
+        note_use()
+        if self._missing:
+            raise self._missing
         if self._local_run is None:
             self._local_run, self._weights = inference.build_single_process(self, self._weights), None
         return self._local_run
 
+    def _why_missing(self, *, in_script: bool) -> ConfigError:
+        """Return the error for a model that is not in this process after ``fit()``."""
+        save = self.config.training.save
+        what = "fit() was stopped or has failed, and has left no trained model in this process"
+        hint = "call fit() again" + (f", or use its last checkpoint: rapidformer export {save}" if save else "")
+        if in_script:
+            what = "the model was trained in workers that ran this script, and is not in this process"
+            hint = "train with fit(workers=N), or use its export: rapidformer evaluate RUN, predict RUN"
+        return ConfigError(what, where=type(self).__name__, hint=hint)
+
+    def _store_weights(self, weights: inference.Weights) -> None:
+        self._weights = weights
+
     def _store_model(self, run: Run) -> None:
-        """Store the trained model after a single-process run."""
+        """Store the trained model of a run in this process. It may have ended with an error."""
         if run.workers.world > 1:
             return
         if inference.is_plain(run):
@@ -444,7 +459,7 @@ class Trainer:
         try:
             template = cls(launch.program_arguments(), **flags)
             template.fit()
-        except RapidformerError as error:
+        except Explained as error:
             if is_planning():
                 raise  # the command that inspects this script reports it
             _fail(error.render(), error.exit_status)

@@ -16,12 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rapidformer_templates.commands.plan import PlanFlags
-from rapidformer_templates.errors import (
-    ConfigError,
-    Interrupted,
-    RapidformerError,
-    did_you_mean,
-)
+from rapidformer_templates.errors import ConfigError, Explained, Interrupted, did_you_mean
 from rapidformer_templates.planning.flag_parser import FlagParser, build_parser
 from rapidformer_templates.planning.registry import load_object, switch_options
 from rapidformer_templates.run import scripts
@@ -120,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _read_no_further():
             return _dispatch(words)
-    except RapidformerError as error:
+    except Explained as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:  # during imports only, because a run treats it as a request to save and stop
@@ -180,7 +175,7 @@ def train(argv: Sequence[str]) -> int:
     script, rest = scripts.split_script(argv)
     if script is not None:
         refuse_mistakes_of_script(script, rest)
-        scripts.run_script(script, rest)
+        scripts.train_script(script, rest)
         return 0
     template = configure.choose(argv)[0] if launch.is_worker() else refuse_mistakes(argv)
     _template(template)(argv).fit()

@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.data.text.bad_lines import describe_skipped
 from rapidformer_templates.data.types import Endless
-from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.errors import ConfigError, DataError, Interrupted
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import check_data_flags
 from rapidformer_templates.planning.flag_values import TEST
@@ -66,14 +66,14 @@ from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
 from rapidformer_templates.system.workers import Workers, join
 
 AfterTraining = Callable[[Run], None]
-"""Takes the trained run. It is called while all workers are still connected."""
+"""Takes the trained run, also if it was stopped or has failed. It is called while all workers are still connected."""
 
 
 def fit(template: Template, then: AfterTraining | None = None) -> Summary:
     """Check what can be checked, start local workers if requested, and train.
 
     Args:
-        then: called after training if this process trains alone.
+        then: called after training if this process trains alone, also if the training ends with an error.
     """
     name, flags = type(template).__qualname__, dict(template.config.items())
     count, port = template.config.launch.nproc_per_node or 1, template.config.launch.master_port
@@ -273,14 +273,33 @@ def train(run: Run, stop: StopRequest, then: AfterTraining | None = None) -> Sum
         reason = f" (stopped early {loop.early_stop_reason})" if loop.early_stop_reason else ""
         say(workers, f"nothing is left to train: {run.position.step:,} of {loop.total:,} steps are done{reason}")
     with closing(loop.log):
-        with stop.loop(saves=folder is not None), loop.log.progress:
+        with stop.loop(saves=folder is not None), loop.log.progress, _called_on_error(then, run, Interrupted):
             metrics = loop.train(stop)
 
         # 5. Best weights, test metrics, export, summary.
-        summary = _finish(loop, metrics)
+        with _called_on_error(then, run):
+            summary = _finish(loop, metrics)
         if then:
             then(run)
         return summary
+
+
+@contextmanager
+def _called_on_error(then: AfterTraining | None, run: Run, *agreed: type[BaseException]) -> Iterator[None]:
+    """Call ``then`` if the code inside fails: its model has the weights of the last step.
+
+    Args:
+        agreed: errors that all workers raise together. After another one, only a single worker has whole weights.
+    """
+    try:
+        yield
+    except (Exception, Interrupted) as error:
+        if then and (run.workers.world == 1 or isinstance(error, agreed)):
+            try:
+                then(run)
+            except Exception as other:  # such as that of a device that has failed
+                error.add_note(f"The weights of the last step are lost: {other}")
+        raise
 
 
 def _build_loop(run: Run, metric: BestMetric | None) -> Loop:

@@ -387,7 +387,7 @@ def joined() -> Iterator[None]:
         file.touch(0o600)
     try:
         yield
-    except Exception:
+    except (Exception, Interrupted):
         failed_at = time.time()
         raise
     except SystemExit as error:
