@@ -294,11 +294,12 @@ class Trainer:
             self._replace_flags("the process that started the workers", {**values, **several})
 
     def _replace_flags(self, origin: str, values: Mapping[str, object]) -> None:
-        self._set_config(self.config.replace(origin, **values))
+        self.set_config(self.config.replace(origin, **values))
 
-    def _set_config(self, config: RunConfig) -> None:
+    def set_config(self, config: RunConfig) -> None:
+        """Replace all flags. The library calls it."""
         self.config, self.flags = config, config.user
-        for name in ("plan", "task"):
+        for name in ("plan", "_plan_without_training", "task"):
             self.__dict__.pop(name, None)
 
     _run: Run | None = None  # the current run, or the last one
@@ -343,12 +344,16 @@ class Trainer:
                 self._model_run = None
                 self._missing = self._why_missing(in_script=starts_workers and not sends)
             if workers is not None:
-                self._set_config(before)  # the argument applies to this call only
+                self.set_config(before)  # the argument applies to this call only
 
     @property
     def trained_plan(self) -> Plan:
-        """The plan of the finished training. Before training, it is the plan that a run would have."""
-        return self._trained_plan or self.plan
+        """The plan of the last training. Before training, a plan that needs neither a learning rate nor a length."""
+        return self._trained_plan or self._plan_without_training
+
+    @cached_property
+    def _plan_without_training(self) -> Plan:
+        return configure.resolve_plan(type(self), self.config, training=False)
 
     _trained_plan: Plan | None = None
     _model: nn.Module | None = None  # a model that a hook has assigned

@@ -261,6 +261,11 @@ class DataFlags:
     )
     dataloader_pin_memory: bool | None = flag(None, "load batches into page-locked host memory (default: on a GPU)")
 
+    @property
+    def is_named(self) -> bool:
+        """Whether any data are named."""
+        return any((self.data_dir, self.data_name, self.data_path))
+
 
 @dataclass(frozen=True)
 class TrainingFlags:

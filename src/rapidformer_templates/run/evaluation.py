@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
 from rapidformer_templates.data.types import SampleSet
 from rapidformer_templates.engines.side_effects import evaluating
+from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.metrics import metric_name, metrics_of
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.run.run import Run
@@ -106,11 +107,17 @@ class Evaluator:
 
 
 class Validation:
-    """Evaluates the engine's model on each validation set of the run, one after another."""
+    """Evaluates the engine's model on each validation set of the run, one after another.
 
-    def __init__(self, run: Run) -> None:
+    Args:
+        test: evaluate the test part instead, without a prefix in the names of the metrics.
+    """
+
+    def __init__(self, run: Run, *, test: bool = False) -> None:
         limit, sets = run.config.training.eval_iters, run.data.validation_sets()
         self.evaluators = [Evaluator(run, samples, limit, name) for name, samples in sets.items()]
+        if test:
+            self.evaluators = [Evaluator(run, run.data.test, part=TEST)] if run.data.test is not None else []
 
     @property
     def share(self) -> int:

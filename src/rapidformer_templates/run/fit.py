@@ -25,7 +25,7 @@ from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import show_plan, show_results, summarise
 from rapidformer_templates.run.early_checks import check_folder, check_metric
 from rapidformer_templates.run.evaluation import Evaluator, Validation
-from rapidformer_templates.run.export import describe_model, export_model
+from rapidformer_templates.run.export import ExportedWeights, describe_model, export_model
 from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.hooks import checked_schedule, restore_callbacks
 from rapidformer_templates.run.lock import lock_folder
@@ -39,7 +39,7 @@ from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_numbers
 from rapidformer_templates.run.run import Run, Template, begin_run
-from rapidformer_templates.run.saving import Checkpoints, restore_run, show_changes
+from rapidformer_templates.run.saving import Checkpoints, load_exported, restore_run, show_changes
 from rapidformer_templates.run.scripts import (
     record_outcome,
     train_in_new_workers,
@@ -205,30 +205,40 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
             yield folder
 
 
-def evaluate(template: Template, reference: Callable[[], nn.Module] | None = None) -> dict[str, float]:
+def evaluate(
+    template: Template,
+    reference: Callable[[], nn.Module] | None = None,
+    *,
+    test: bool = False,
+    weights: ExportedWeights | None = None,
+) -> dict[str, float]:
     """Evaluate the template's model on its validation data without training. Call it on every worker.
 
     Args:
         reference: builds the reference model for preferences. None builds a model like the template's.
+        test: evaluate the test part instead.
+        weights: the weights of the model. None keeps those of ``build_model``.
 
     Returns:
         The metrics that an evaluation writes to ``metrics.jsonl``, the same on every worker.
 
     Raises:
-        DataError: there is no validation data.
+        DataError: there is no such data.
     """
     config, plan = template.config, template.plan
     with (
         join(plan.device, plan.sizes) as workers,
         out_of_memory.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
     ):
-        run = begin_run(template, workers)
+        run = begin_run(template, workers, trains=False)
         build_data(run)
         build_engine(run, reference)
-        if not run.data.validation_sets():
-            hint = "name data with --data-dir and --data-name"
-            raise DataError("there is no validation part to evaluate on", where="--data-name", hint=hint)
-        validation = Validation(run)
+        if weights:
+            load_exported(run, weights)
+        validation = Validation(run, test=test)
+        if not validation.evaluators:
+            name, hint = "test" if test else "validation", "name data with --data-dir and --data-name"
+            raise DataError(f"there is no {name} part to evaluate on", where="--data-name", hint=hint)
         with ProgressBar("evaluating", validation.share, show=workers.is_main) as bar:
             return validation.evaluate(lambda count: bar.advance(count, lambda: ""))
 

@@ -32,7 +32,16 @@ from rapidformer_templates.system import launch
 from rapidformer_templates.system.private_folders import check_private, private, private_folder, write_private
 from rapidformer_templates.system.tensor_files import TensorFiles
 
-RUN_ATTRIBUTES = ("_run", "_model", "_model_run", "_local_run", "_weights", "_missing", "task")
+RUN_ATTRIBUTES = (
+    "_run",
+    "_model",
+    "_model_run",
+    "_local_run",
+    "_weights",
+    "_missing",
+    "_plan_without_training",
+    "task",
+)
 """Attributes of a template that each run creates again."""
 
 TEMPLATE, SUMMARY, CALLBACKS, WEIGHTS = "template.pickle", "summary.json", "callbacks.json", "weights.pt"

@@ -6,7 +6,7 @@ Functions that only inspect the folder import no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -125,15 +125,23 @@ def find_saved(path: str | Path) -> SavedModel:
     if not (folder / "config.json").is_file():
         hint = "name the --save folder of a run, or a transformers folder with config.json and its weights"
         raise ConfigError(f"{folder} is neither a run folder nor a model", where="RUN", hint=hint)
+    return exported_model(folder)
+
+
+def exported_model(folder: Path) -> SavedModel:
+    """Return a model in a folder of transformers. ``RUN/export`` and ``RUN/merged`` belong to the run around them."""
     parent = folder.resolve().parent
-    run_of = parent if (parent / "plan.json").is_file() else None  # RUN/export and RUN/merged also belong to the run
+    run_of = parent if (parent / "plan.json").is_file() else None
     return SavedModel(folder, run_of, values_of(run_of) if run_of else {})
 
 
-def values_of(run: Path) -> dict[str, tuple[object, str]]:
-    """Return the flags of a run by field name, each with its origin, but not those that the user's script declares.
+def values_of(run: Path, kinds: Iterable[type] | None = None) -> dict[str, tuple[object, str]]:
+    """Return the flags of a run by field name, each with its origin.
 
-    Flags that only the command line may set are also left out, because anyone can have written the file.
+    Flags that only the command line may set are left out, because anyone can have written the file.
+
+    Args:
+        kinds: dataclasses of flags. The default leaves out those that the user's script declares.
 
     Raises:
         ConfigError: the plan of the run cannot be read.
@@ -143,7 +151,7 @@ def values_of(run: Path) -> dict[str, tuple[object, str]]:
         named = {n.removeprefix("--").replace("-", "_"): (v["value"], v["origin"]) for n, v in values.items()}
     except JSON_ERRORS as error:
         raise ConfigError(f"{run / 'plan.json'} cannot be read: {error}", where="RUN") from error
-    known = settable_by_files(parse([], REGISTRY.options()).kinds())
+    known = settable_by_files(kinds or parse([], REGISTRY.options()).kinds())
     return {name: value for name, value in named.items() if name in known}
 
 
