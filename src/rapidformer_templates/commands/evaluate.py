@@ -128,7 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         check()
         reference, weights = (None, weights_of_run(saved)) if script else (_reference(saved, template), None)
-        metrics = evaluate(template, reference, test=part == TEST and not template.reads_task_data, weights=weights)
+        metrics = evaluate(
+            template,
+            reference,
+            test=part == TEST and not template.reads_task_data,
+            limit=saved.evaluated_samples if own_data else None,
+            weights=weights,
+        )
         _show(saved, metrics, as_json=as_json, is_run=script is not None)
         return 0
 

@@ -61,7 +61,7 @@ WHERE = ("data_dir", "data_name", "data_path", "split")
 """Flags that name data other than the run's."""
 
 OF_ITS_DATA = (
-    *(*WHERE, "validation_fraction", "max_train_samples", "max_eval_samples", "eval_iters", "streaming"),
+    *(*WHERE, "validation_fraction", "max_train_samples", "max_eval_samples", "streaming"),
     "shuffle_buffer",
     "eval_data_name",
 )

@@ -407,7 +407,7 @@ class TrainingFlags:
         metavar="EVERY",
         usual=True,
     )
-    eval_iters: int | None = flag(None, "batches per evaluation (default: all)", minimum=1)
+    eval_iters: int | None = flag(None, "global batches per evaluation (default: all samples)", minimum=1)
     save_interval: Interval | None = flag(
         None,
         "interval between checkpoints, in the same units and with the same default",

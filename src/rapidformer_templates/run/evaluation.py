@@ -21,7 +21,7 @@ class Evaluator:
 
     Args:
         samples: the data set.
-        limit: number of batches per evaluation (micro batch × ranks samples each). None means all.
+        limit: number of samples per evaluation. None means all.
         name: name of the set. Its metrics are reported as ``NAME/metric``, or without a prefix if the name is empty.
         part: name under which the task knows the set, if it differs.
     """
@@ -33,7 +33,7 @@ class Evaluator:
         self.name = name
         self.part = name if part is None else part
         sizes = run.plan.sizes
-        self.size = min(len(samples), limit * sizes.micro_batch * sizes.data) if limit else len(samples)
+        self.size = min(len(samples), limit) if limit else len(samples)
         self._requests = eval_requests(
             sample_lengths(samples, run.data, training=False),
             self.size,
@@ -111,10 +111,12 @@ class Validation:
 
     Args:
         test: evaluate the test part instead, without a prefix in the names of the metrics.
+        limit: number of samples of each set. By default ``--eval-iters`` global batches, which no layout changes.
     """
 
-    def __init__(self, run: Run, *, test: bool = False) -> None:
-        limit, sets = run.config.training.eval_iters, run.data.validation_sets()
+    def __init__(self, run: Run, *, test: bool = False, limit: int | None = None) -> None:
+        limit = limit or (run.config.training.eval_iters or 0) * run.plan.sizes.global_batch
+        sets = run.data.validation_sets()
         self.evaluators = [Evaluator(run, samples, limit, name) for name, samples in sets.items()]
         if test:
             self.evaluators = [Evaluator(run, run.data.test, part=TEST)] if run.data.test is not None else []

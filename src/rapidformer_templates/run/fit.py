@@ -210,6 +210,7 @@ def evaluate(
     reference: Callable[[], nn.Module] | None = None,
     *,
     test: bool = False,
+    limit: int | None = None,
     weights: ExportedWeights | None = None,
 ) -> dict[str, float]:
     """Evaluate the template's model on its validation data without training. Call it on every worker.
@@ -217,6 +218,7 @@ def evaluate(
     Args:
         reference: builds the reference model for preferences. None builds a model like the template's.
         test: evaluate the test part instead.
+        limit: number of samples of each validation set. None means all.
         weights: the weights of the model. None keeps those of ``build_model``.
 
     Returns:
@@ -235,7 +237,7 @@ def evaluate(
         build_engine(run, reference)
         if weights:
             load_exported(run, weights)
-        validation = Validation(run, test=test)
+        validation = Validation(run, test=test, limit=limit)
         if not validation.evaluators:
             name, hint = "test" if test else "validation", "name data with --data-dir and --data-name"
             raise DataError(f"there is no {name} part to evaluate on", where="--data-name", hint=hint)

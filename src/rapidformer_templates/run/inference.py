@@ -278,7 +278,7 @@ def _single_process_plan(template: Template) -> Iterator[None]:
     attributes["plan"] = Plan(
         template=plan.template,
         switches=tuple(name for name in plan.switches if REGISTRY[name].exported),
-        sizes=Sizes(micro_batch=plan.sizes.micro_batch, global_batch=plan.sizes.micro_batch),
+        sizes=Sizes(micro_batch=plan.sizes.micro_batch, global_batch=plan.sizes.global_batch),
         device=plan.device,
         precision=plan.precision,
         values=plan.values,

@@ -81,6 +81,18 @@ class SavedModel:
             run_values["task"] = (_task_of(self.folder), "the folder")
         return REGISTRY.merge_files(parse([], REGISTRY.options(), user=user, in_code={**run_values, **now}))
 
+    @property
+    def evaluated_samples(self) -> int | None:
+        """Number of samples of each validation set in an evaluation of the run. None means all."""
+        iterations, _ = self.values.get("eval_iters", (None, ""))
+        if self.run is None or not isinstance(iterations, int):
+            return None
+        try:
+            plan = json.loads((self.run / "plan.json").read_text(encoding="utf-8"))
+            return iterations * int(plan["sizes"]["global_batch"])
+        except JSON_ERRORS as error:
+            raise ConfigError(f"{self.run / 'plan.json'} cannot be read: {error}", where="RUN") from error
+
     def decisions(self, task: str | None) -> dict[str, Any]:
         """Return what the data of the run has decided. Empty if the model is used for another task."""
         is_of_task = self.values.get("task", (None, ""))[0] == task
