@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
@@ -253,7 +252,7 @@ class Trainer:
     @property
     def is_main(self) -> bool:
         """Whether this process has rank 0. Use it in hooks to print or write something once."""
-        return int(os.environ.get("RANK", "0")) == 0
+        return launch.is_first_worker()
 
     # Members that the library uses.
 
@@ -326,7 +325,7 @@ class Trainer:
             Interrupted: the run was asked to stop, as by Ctrl-C. It is a ``KeyboardInterrupt``. :attr:`model` has the
                 weights of the last step, also after an error in this process.
         """
-        sends = workers is not None or not launch.is_script()
+        sends, is_one = workers is not None or not launch.is_script(), is_worker()
         starts_workers, before = False, self.config
         if workers is not None:
             where = "fit(workers=…)"
@@ -334,13 +333,13 @@ class Trainer:
         try:
             intercept_for_planning(self)
             self._model = self._weights = self._model_run = self._local_run = self.stop_reason = self._missing = None
-            starts_workers = not is_worker() and (self.config.launch.nproc_per_node or 1) > 1
+            starts_workers = not is_one and (self.config.launch.nproc_per_node or 1) > 1
             if sends and starts_workers:
                 return launch_from_python.fit(self, self._store_weights)
             return run.fit(self, self._store_model)
         finally:
             self._trained_plan = vars(self).get("plan")
-            if self._local_run is None and self._weights is None and not is_worker():
+            if self._local_run is None and self._weights is None and not is_one:
                 self._model_run = None
                 self._missing = self._why_missing(in_script=starts_workers and not sends)
             if workers is not None:

@@ -29,6 +29,7 @@ from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFl
 from rapidformer_templates.run.early_checks import check_text_paths
 from rapidformer_templates.run.saved_model import SavedModel
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
+from rapidformer_templates.system import launch
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
@@ -201,11 +202,9 @@ def _reference(saved: SavedModel, template: Trainer) -> Callable[[], nn.Module] 
 
 def _show(saved: SavedModel, metrics: dict[str, float], *, as_json: bool, is_run: bool) -> None:
     """Print the metrics on rank 0. ``is_run``: the model was built as in the run, with a rounded base."""
-    import os
-
     from rapidformer_templates.system.files import finite
 
-    if os.environ.get("RANK", "0") != "0":
+    if not launch.is_first_worker():
         return
     if as_json:
         print(json.dumps(finite(metrics), indent=2, allow_nan=False))

@@ -118,9 +118,11 @@ def refuse_mistakes_of_script(script: str, argv: Sequence[str]) -> None:
 
 def exit_on_mistakes_of_program() -> None:
     """End the running script if its flags have mistakes: see :func:`refuse_mistakes_of_script`."""
-    if is_worker() or not is_script() or isinstance(sys.argv, ScriptArguments):  # the command has checked those
+    if not is_script() or isinstance(sys.argv, ScriptArguments):  # the command has checked those
         return
     try:
+        if is_worker():
+            return
         refuse_mistakes_of_script(sys.argv[0], sys.argv[1:])
     except ConfigError as error:
         print(error.render(), file=sys.stderr)

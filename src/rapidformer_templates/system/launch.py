@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Explained, Interrupted, ReportedError, WorkerFailed
+from rapidformer_templates.planning.environment import Launched, launched
 from rapidformer_templates.system import processes
 from rapidformer_templates.system.private_folders import private_folder, write_private
 from rapidformer_templates.system.processes import (
@@ -56,8 +57,17 @@ NOTICE_SECONDS = 5
 
 
 def is_worker() -> bool:
-    """Return whether torchrun or :func:`run_workers` started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Return whether torchrun or :func:`run_workers` started this process.
+
+    Raises:
+        ConfigError: see :func:`launched`.
+    """
+    return launched() is not None
+
+
+def is_first_worker() -> bool:
+    """Return whether this process is rank 0, or not a worker. It writes and prints for all."""
+    return (launched() or Launched()).rank == 0
 
 
 def run_workers(

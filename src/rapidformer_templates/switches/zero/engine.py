@@ -128,7 +128,7 @@ class DeepSpeedEngine(SingleEngine):
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
         build_parts(plan)
         # Connect DeepSpeed to the process group and the device. A single worker gets a new group.
-        os.environ.setdefault("LOCAL_RANK", str(workers.local_rank))
+        os.environ["LOCAL_RANK"] = str(workers.local_rank)
         # DeepSpeed calls collectives by names that torch has deprecated.
         warnings.filterwarnings("ignore", message=r".*torch\.distributed\..*is deprecated", category=FutureWarning)
         logger = logging.getLogger("DeepSpeed")
