@@ -7,6 +7,7 @@ Every error that is caused by a user's mistake derives from :class:`RapidformerE
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,23 @@ class RapidformerError(Explained, Exception):
 
 class ConfigError(RapidformerError):
     """A flag, a YAML key or a value that cannot be used."""
+
+
+@contextmanager
+def long_names_explained() -> Iterator[None]:
+    """Replace the system's error about a file name that is too long, which any access to the file raises.
+
+    Raises:
+        ConfigError: a file name is too long.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename)
+        message = f"a path of {len(name)} characters is too long for this file system: {name[:40]}…{name[-20:]}"
+        raise ConfigError(message, hint="give a shorter name") from error
 
 
 class UnknownName(ConfigError):

@@ -33,7 +33,7 @@ from rapidformer_templates.engines.recipe import (
     schedule,
     undecayed,
 )
-from rapidformer_templates.errors import ConfigError, Explained, Interrupted
+from rapidformer_templates.errors import ConfigError, Explained, Interrupted, long_names_explained
 from rapidformer_templates.models.label_use import smoothed_labels
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Plan
@@ -56,6 +56,7 @@ from rapidformer_templates.run.session import Session, broadcast_weights, open_s
 from rapidformer_templates.run.step_errors import IndexLimits
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.launch import is_worker
+from rapidformer_templates.system.terminal import escape_unknown_characters
 
 T = TypeVar("T")
 
@@ -130,6 +131,7 @@ class Trainer:
     """Whether the data come from ``--task``. If they do, the task's predictions and metrics fit them."""
 
     def __init__(self, argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = (), **flags: Any) -> None:
+        escape_unknown_characters()
         frame = sys._getframe()
         while frame.f_code.co_filename == __file__ and frame.f_back is not None:
             frame = frame.f_back  # the user's code
@@ -461,8 +463,8 @@ class Trainer:
         Errors are shown without a stack trace. The exit status is 0, or that of the error.
         """
         try:
-            template = cls(launch.program_arguments(), **flags)
-            template.fit()
+            with long_names_explained():
+                cls(launch.program_arguments(), **flags).fit()
         except Explained as error:
             if is_planning():
                 raise  # the command that inspects this script reports it
