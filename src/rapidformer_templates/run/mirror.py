@@ -183,7 +183,7 @@ class Mirror:
     def _check_owner(self, target: AbstractFileSystem, root: str) -> None:
         """Make this run the one that copies to the URL, before its first copy. Later, check that it still is.
 
-        Of several runs that begin at once, the last one to write its token copies. The pause lets the others see it
+        If several runs begin at once, the last one that writes its token copies. The pause lets the others see it
         before they write anything else.
 
         Raises:
