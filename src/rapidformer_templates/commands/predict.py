@@ -75,8 +75,8 @@ class PredictOptions(FileFlags, GenerationFlags):
     @classmethod
     def split_from(cls, values: Values) -> PredictOptions:
         """Remove these options from the values of the command line."""
-        given = {f.name: (values.pop(f.name), "command line") for f in dataclasses.fields(cls) if f.name in values}
-        options: PredictOptions = parse([], REGISTRY.options(), user=cls, in_code=given).user
+        in_code = {f.name: (values.pop(f.name), "command line") for f in dataclasses.fields(cls) if f.name in values}
+        options: PredictOptions = parse([], REGISTRY.options(), user=cls, in_code=in_code).user
         return options
 
 
