@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rapidformer_templates import Callback, Data, Trainer
-from rapidformer_templates.errors import ConfigError, DataError, Interrupted
+from rapidformer_templates.errors import ConfigError, DataError, Interrupted, WorkerFailed
 from rapidformer_templates.run import launch_from_python
 from tests.support.lines import Line
 from tests.support.parity import whole_weights
@@ -210,6 +210,12 @@ def test_workers_that_are_stopped_leave_the_weights_of_their_last_step(monkeypat
     assert two.model.weight.item() == pytest.approx(one.model.weight.item(), abs=1e-6)
     assert two.evaluate()["eval_loss"] == pytest.approx(one.evaluate()["eval_loss"], rel=1e-5)
     assert counts.steps == 4
+    lost = mock.Mock(side_effect=WorkerFailed("worker 1 was killed"))
+    monkeypatch.setattr("rapidformer_templates.system.launch.run_workers", lost)
+    with pytest.raises(WorkerFailed):
+        two.fit(workers=2)
+    with pytest.raises(ConfigError, match="has left no trained model"):
+        two.evaluate()
 
 
 def test_what_cannot_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,6 +307,7 @@ def _called_on_error(then: AfterTraining | None, run: Run, *agreed: type[BaseExc
         yield
     except (Exception, Interrupted) as error:
         if then and (run.workers.world == 1 or isinstance(error, agreed)):
+            run.watch.enter(EXPORT, run.position.step)
             try:
                 then(run)
             except Exception as other:  # such as that of a device that has failed
