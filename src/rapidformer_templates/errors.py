@@ -1,12 +1,13 @@
 """Errors that a user can fix, and the diagnostics of a refused plan.
 
-Every error that is caused by a user's mistake derives from :class:`RapidformerError`. The command line
-prints it without a stack trace and exits with ``exit_status``.
+Every error that is caused by a user's mistake derives from :class:`RapidformerError`, and a stopped run raises
+:class:`Interrupted`. The command line prints both without a stack trace and exits with ``exit_status``.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import ParamSpec
 P = ParamSpec("P")
 
 
-class RapidformerError(Exception):
-    """A mistake or a condition that the user can fix.
+class Explained(BaseException):
+    """An exception whose text tells the user what to do.
 
     Args:
         message: what is wrong, in one sentence.
@@ -59,8 +60,29 @@ class RapidformerError(Exception):
         return self.render().splitlines()
 
 
+class RapidformerError(Explained, Exception):
+    """A mistake or a condition that the user can fix."""
+
+
 class ConfigError(RapidformerError):
     """A flag, a YAML key or a value that cannot be used."""
+
+
+@contextmanager
+def long_names_explained() -> Iterator[None]:
+    """Replace the system's error about a file name that is too long, which any access to the file raises.
+
+    Raises:
+        ConfigError: a file name is too long.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename)
+        message = f"a path of {len(name)} characters is too long for this file system: {name[:40]}…{name[-20:]}"
+        raise ConfigError(message, hint="give a shorter name") from error
 
 
 class UnknownName(ConfigError):
@@ -161,7 +183,7 @@ class WorkerFailed(RapidformerError):
     """A worker process ended too early.
 
     Args:
-        lost_workers: see :class:`RapidformerError`.
+        lost_workers: see :class:`Explained`.
     """
 
     exit_status = 1
@@ -204,8 +226,10 @@ class ReportedError(RapidformerError):
         return self.message
 
 
-class Interrupted(RapidformerError):
+class Interrupted(Explained, KeyboardInterrupt):
     """The run was asked to stop (SIGTERM, SIGINT, SIGHUP). This is not an error, and the message does not call it one.
+
+    An ``except Exception`` does not catch it, so Ctrl-C also ends a program that trains several times.
 
     Args:
         saved: whether there is a checkpoint from which the run can resume. It decides the exit status. 75 is

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
@@ -34,7 +33,7 @@ from rapidformer_templates.engines.recipe import (
     schedule,
     undecayed,
 )
-from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
+from rapidformer_templates.errors import ConfigError, Explained, Interrupted, long_names_explained
 from rapidformer_templates.models.label_use import smoothed_labels
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Plan
@@ -51,11 +50,13 @@ from rapidformer_templates.run.scripts import (
     hooks_of,
     intercept_for_planning,
     is_planning,
+    note_use,
 )
 from rapidformer_templates.run.session import Session, broadcast_weights, open_session
 from rapidformer_templates.run.step_errors import IndexLimits
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.launch import is_worker
+from rapidformer_templates.system.terminal import escape_unknown_characters
 
 T = TypeVar("T")
 
@@ -130,6 +131,7 @@ class Trainer:
     """Whether the data come from ``--task``. If they do, the task's predictions and metrics fit them."""
 
     def __init__(self, argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = (), **flags: Any) -> None:
+        escape_unknown_characters()
         frame = sys._getframe()
         while frame.f_code.co_filename == __file__ and frame.f_back is not None:
             frame = frame.f_back  # the user's code
@@ -253,7 +255,7 @@ class Trainer:
     @property
     def is_main(self) -> bool:
         """Whether this process has rank 0. Use it in hooks to print or write something once."""
-        return int(os.environ.get("RANK", "0")) == 0
+        return launch.is_first_worker()
 
     # Members that the library uses.
 
@@ -294,11 +296,12 @@ class Trainer:
             self._replace_flags("the process that started the workers", {**values, **several})
 
     def _replace_flags(self, origin: str, values: Mapping[str, object]) -> None:
-        self._set_config(self.config.replace(origin, **values))
+        self.set_config(self.config.replace(origin, **values))
 
-    def _set_config(self, config: RunConfig) -> None:
+    def set_config(self, config: RunConfig) -> None:
+        """Replace all flags. The library calls it."""
         self.config, self.flags = config, config.user
-        for name in ("plan", "task"):
+        for name in ("plan", "_plan_without_training", "task"):
             self.__dict__.pop(name, None)
 
     _run: Run | None = None  # the current run, or the last one
@@ -322,50 +325,58 @@ class Trainer:
 
         Raises:
             RapidformerError: a mistake that you can fix. If it can be detected in advance, nothing is started.
+            Interrupted: the run was asked to stop, as by Ctrl-C. It is a ``KeyboardInterrupt``. :attr:`model` has the
+                weights of the last step, also after an error in this process.
         """
-        sends = workers is not None or not launch.is_script()
-        before = self.config
+        sends, is_one = workers is not None or not launch.is_script(), is_worker()
+        starts_workers, before = False, self.config
         if workers is not None:
             where = "fit(workers=…)"
             self._replace_flags(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
         try:
             intercept_for_planning(self)
-            self._model = self._weights = self._model_run = self._local_run = self.stop_reason = None
-            self._trained_in_workers = False
-            if sends and not is_worker() and (self.config.launch.nproc_per_node or 1) > 1:
-                summary, self._weights = launch_from_python.fit(self)
-            else:
-                summary = run.fit(self, self._store_model)
-                self._trained_in_workers = self._local_run is None and self._weights is None
-            self._trained_plan = vars(self).get("plan")
-            return summary
+            self._model = self._weights = self._model_run = self._local_run = self.stop_reason = self._missing = None
+            starts_workers = not is_one and (self.config.launch.nproc_per_node or 1) > 1
+            if sends and starts_workers:
+                return launch_from_python.fit(self, self._store_weights)
+            return run.fit(self, self._store_model)
         finally:
+            self._trained_plan = vars(self).get("plan")
+            if self._local_run is None and self._weights is None and not is_one:
+                self._model_run = None
+                self._missing = self._why_missing(in_script=starts_workers and not sends)
             if workers is not None:
-                self._set_config(before)  # the argument applies to this call only
+                self.set_config(before)  # the argument applies to this call only
 
     @property
     def trained_plan(self) -> Plan:
-        """The plan of the finished training. Before training, it is the plan that a run would have."""
-        return self._trained_plan or self.plan
+        """The plan of the last training. Before training, a plan that needs neither a learning rate nor a length."""
+        return self._trained_plan or self._plan_without_training
+
+    @cached_property
+    def _plan_without_training(self) -> Plan:
+        return configure.resolve_plan(type(self), self.config, training=False)
 
     _trained_plan: Plan | None = None
     _model: nn.Module | None = None  # a model that a hook has assigned
     _model_run: Run | None = None  # the run that trains the model, or has trained it in this process
     _local_run: Run | None = None  # the run that has the whole model in this process
     _weights: inference.Weights | None = None  # trained weights that are not in a model yet
-    _trained_in_workers = False  # whether the model was trained in workers that have exited
+    _missing: ConfigError | None = None  # why fit() has left no model in this process
 
     @property
     def model(self) -> nn.Module:
         """The model. Inside hooks it is the module that the engine trains.
 
-        After ``fit()`` it is the trained, unsharded model in this process.
+        After ``fit()`` it is the trained, unsharded model in this process. If the run was stopped or has failed, it has
+        the weights of the last step.
 
         Raises:
             AttributeError: there is no model yet.
+            ConfigError: ``fit()`` has left no model in this process.
         """
         trained = self._model_run
-        if not hasattr(trained, "engine") and (self._weights is not None or self._trained_in_workers):
+        if not hasattr(trained, "engine") and (self._weights is not None or self._missing):
             trained = self._single_process_run()
         model = self._model
         if trained is not None and (hasattr(trained, "engine") or trained.built is not None):
@@ -418,18 +429,28 @@ class Trainer:
 
     def _single_process_run(self) -> Run:
         """Return the run that has the whole model in this process. Build the model if there is none."""
-        if self._trained_in_workers:
-            raise ConfigError(
-                "the model was trained in workers that ran this script, and is not in this process",
-                where=f"{type(self).__name__}",
-                hint="train with fit(workers=N), or use its export: rapidformer evaluate RUN, predict RUN",
-            )
+        note_use()
+        if self._missing:
+            raise self._missing
         if self._local_run is None:
             self._local_run, self._weights = inference.build_single_process(self, self._weights), None
         return self._local_run
 
+    def _why_missing(self, *, in_script: bool) -> ConfigError:
+        """Return the error for a model that is not in this process after ``fit()``."""
+        save = self.config.training.save
+        what = "fit() was stopped or has failed, and has left no trained model in this process"
+        hint = "call fit() again" + (f", or use its last checkpoint: rapidformer export {save}" if save else "")
+        if in_script:
+            what = "the model was trained in workers that ran this script, and is not in this process"
+            hint = "train with fit(workers=N), or use its export: rapidformer evaluate RUN, predict RUN"
+        return ConfigError(what, where=type(self).__name__, hint=hint)
+
+    def _store_weights(self, weights: inference.Weights) -> None:
+        self._weights = weights
+
     def _store_model(self, run: Run) -> None:
-        """Store the trained model after a single-process run."""
+        """Store the trained model of a run in this process. It may have ended with an error."""
         if run.workers.world > 1:
             return
         if inference.is_plain(run):
@@ -445,9 +466,9 @@ class Trainer:
         Errors are shown without a stack trace. The exit status is 0, or that of the error.
         """
         try:
-            template = cls(launch.program_arguments(), **flags)
-            template.fit()
-        except RapidformerError as error:
+            with long_names_explained():
+                cls(launch.program_arguments(), **flags).fit()
+        except Explained as error:
             if is_planning():
                 raise  # the command that inspects this script reports it
             _fail(error.render(), error.exit_status)

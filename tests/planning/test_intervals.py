@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from fractions import Fraction
 from typing import Any
 
@@ -28,15 +29,20 @@ from tests.support.requests import CPU, codes, config_of
         ("0.5 Minutes", 0.5, "minutes", "0.5minutes"),
         ("1epoch", 1, "epochs", "1epochs"),
         ("0.25epochs", 0.25, "epochs", "0.25epochs"),
+        ("0.00001epochs", Fraction(1, 10**5), "epochs", "0.00001epochs"),
+        (f"0.{'0' * 30}12min", Fraction(12, 10**32), "minutes", f"0.{'0' * 30}12minutes"),
+        ("1e20tokens", 10**20, "tokens", "100000000000000000000tokens"),
     ],
 )
 def test_what_it_is(text: object, size: float, unit: str, written: str) -> None:
     interval = Interval(text)
     assert (interval.size, interval.unit, str(interval)) == (size, unit, written)
-    assert Interval(interval) == interval
+    assert Interval(interval) == pickle.loads(pickle.dumps(interval)) == interval
 
 
-@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "0.5samples", "5hours", "minutes", "1e", "ten", "0epochs"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-3", "1.5", "0.5samples", "5hours", "minutes", "1e", "ten", "0epochs", f"0.{'0' * 400}1epochs"]
+)
 def test_what_it_is_not(text: str) -> None:
     with pytest.raises(ValueError, match="a number of steps, or one with its unit"):
         Interval(text)
@@ -61,12 +67,14 @@ def _length(text: str) -> Any:
         ("0.5epochs", "0.5epochs", 7),
         ("0.1epochs", "0.1epochs", 2),
         ("1_000epochs", "1000epochs", 13000),
+        ("0.00001epochs", "0.00001epochs", 1),
     ],
 )
 def test_a_length_in_epochs_is_that_many_passes_rounded_up(text: str, written: str, steps: int) -> None:
     length = _length(text)
     assert isinstance(length, Epochs)
     assert (str(length), length.steps(13)) == (written, steps)
+    assert pickle.loads(pickle.dumps(length)) == length
 
 
 @pytest.mark.parametrize("text", ["0epochs", "-1epochs", "3samples", "epochs", "1e-3epochs"])

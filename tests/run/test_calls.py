@@ -19,7 +19,7 @@ from tests.support.lines import FLAGS, Line
 
 SCRIPT = """
 import json, os, sys, time
-from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.errors import Interrupted, RapidformerError
 from rapidformer_templates.run import scripts
 from rapidformer_templates.system import launch
 
@@ -32,6 +32,8 @@ def fit(name, count, **asked):
         note(f"trains {name}")
         if name == "fails":
             raise RapidformerError("it cannot be trained")
+        if name == "stops":
+            raise Interrupted("asked", saved=False)
         return {"name": name, **asked}
 
     if not launch.is_worker():
@@ -46,6 +48,10 @@ try:
     fit("fails", 2)
 except RapidformerError as error:
     note(error.render())
+try:
+    fit("stops", 1)
+except KeyboardInterrupt as stop:
+    note(f"stopped {stop.exit_status} {stop.render()}")
 summaries.append(fit("two", 2, earlier=summaries[1]["folder"]))
 note("ends")
 print(json.dumps(summaries))
@@ -66,7 +72,10 @@ def test_workers_run_one_call_and_nothing_after_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     trained = [line for line in notes if line.startswith("trains")]
     assert [line for line in trained if "fails" not in line] == [  # the first of these ends the other worker
-        "trains alone first", "trains one 0", "trains one 1", "trains two 0", "trains two 1"
+        "trains alone first", "trains one 0", "trains one 1", "trains stops first", "trains two 0", "trains two 1"
+    ]  # fmt: skip
+    assert [line for line in notes if line.startswith("stopped")] == [
+        "stopped 130 asked 0", "stopped 130 asked 1", "stopped 130 asked first"
     ]  # fmt: skip
     assert [line for line in notes if line.startswith("ends")] == ["ends first"]
     assert sum(line.startswith("error: it cannot be trained first") for line in notes) == 1

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,8 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rapidformer_templates import Data, Finetuner, Trainer
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, DataError, RapidformerError, Refused
 from rapidformer_templates.run.folder import read_metrics
+from tests.support.jobs import CausalJob
+from tests.support.parity import train as run_job
 from tests.support.selection import by_default
 from tests.support.texts import WORDS, write_jsonl
 from tests.support.tracked import Tracked
@@ -305,3 +309,52 @@ def test_the_reference_is_computed_once_for_each_set(gpt_folder: Path, tmp_path:
     computed, beside = (Trainer([*flags, *more]).fit()["metrics"] for more in (["--precompute-reference"], []))
     assert {"far/loss", "test/rewards/margins"} <= computed.keys()
     assert computed == pytest.approx(beside, rel=1e-5)
+
+
+EVALUATED = {
+    "at once": "--micro-batch-size 4",
+    "accumulated": "--micro-batch-size 1",
+    "replicas": "--micro-batch-size 2",
+    "tensor": "--micro-batch-size 4 --tensor-model-parallel-size 2",
+    "context": "--micro-batch-size 4 --context-parallel-size 2",
+}
+
+
+def _evaluations(workers: Any, layout: str, iterations: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    flags = f"--train-iters 1 --global-batch-size 4 --eval-iters {iterations} {EVALUATED[layout]}"
+    result = run_job("causal", True, flags)
+    return result["evaluations"], result["weights"]
+
+
+def _mean_over_targets(weights: dict[str, torch.Tensor], count: int) -> float:
+    """Return the mean loss over all targets of the first validation samples, with only torch and transformers."""
+    model, data = CausalJob().make().double().eval(), CausalJob().build_data()
+    model.load_state_dict(weights, strict=False)
+    batch = data.collate([data.valid[i] for i in range(count)])
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("iterations", "samples"), [(2, 8), (4, 13)])
+@pytest.mark.parametrize("layout", EVALUATED)
+def test_eval_iters_counts_global_batches(layout: str, iterations: int, samples: int) -> None:
+    """The fourth batch has the last of 13 samples. No layout changes which samples count, or how often."""
+    if layout in ("at once", "accumulated"):
+        evaluations, weights = _evaluations(None, layout, iterations)
+    else:
+        evaluations, weights = run_in_workers(2, _evaluations, layout, iterations)[0]
+    assert evaluations == [pytest.approx(_mean_over_targets(weights, samples), rel=1e-9)]
+
+
+def test_an_evaluation_afterwards_has_the_same_samples(tmp_path: Path, gpt_folder: Path, texts: Path) -> None:
+    """Also in another process, with another micro batch."""
+    flags = flags_of(texts, gpt_folder, tmp_path / "run", "--eval-iters", "1", "--micro-batch-size", "2")
+    job = Trainer([flag for flag in flags if flag not in ("--eval-data-name", "hard.jsonl", "other=other")])
+    metrics = job.fit()["metrics"]
+    wanted = {name: value for name, value in metrics.items() if not name.startswith("test")}
+    assert job.evaluate() == pytest.approx(wanted, rel=1e-5)
+    with mock.patch("rapidformer_templates.commands.evaluate._show") as show:
+        assert main(["evaluate", str(tmp_path / "run"), "--micro-batch-size", "3"]) == 0
+    assert show.call_args.args[1] == pytest.approx(wanted, rel=1e-5)

@@ -8,14 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from rapidformer_templates import Data, Trainer
-from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates import Callback, Data, Trainer
+from rapidformer_templates.errors import ConfigError, DataError, Interrupted, WorkerFailed
+from rapidformer_templates.run import launch_from_python
 from tests.support.lines import Line
+from tests.support.parity import whole_weights
+from tests.support.worker_pool import run_in_workers
 
 LINE = {"lr": 0.1, "epochs": 1, "micro_batch_size": 4, "no_save": True, "log_interval": 100}
 
@@ -78,14 +82,140 @@ def test_evaluate_and_predict_are_those_of_the_model() -> None:
 
 def test_a_model_that_workers_have_trained_is_not_taken_for_an_untrained_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``--nproc-per-node`` in a script, the workers end after ``fit``, and the program continues without them."""
-    job = Held(**LINE)
+    flags = {**LINE, "micro_batch_size": 2}
+    job = Held(**flags, nproc_per_node=2)
     monkeypatch.setattr("rapidformer_templates.run.fit.fit", lambda template, keep: {})
     job.fit()
     for ask in (job.evaluate, lambda: job.predict([]), lambda: job.model):
         with pytest.raises(ConfigError, match="trained in workers that ran this script"):
             ask()
-    monkeypatch.undo()
+    monkeypatch.setattr("rapidformer_templates.run.fit.fit", mock.Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        job.fit()
+    with pytest.raises(ConfigError, match="trained in workers that ran this script"):
+        job.evaluate()
+
+
+class Ends(Held):
+    """A job that ends after step 3 of 6 in some way. It remembers its weight and the average of it."""
+
+    way = ""
+    weights = (0.0, 0.0)
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        (weight,) = whole_weights(self.engine, self.engine.workers)["weight"].flatten().tolist()
+        self.weights = (weight, (self.weights[1] + weight) / 2 if step > 1 else weight)
+        if step == 3 and self.way == "error":
+            raise ZeroDivisionError
+        if step == 3 and self.way == "request":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_evaluate(self, step: int, metrics: Any) -> None:
+        if self.way == "error in the evaluation":
+            raise ZeroDivisionError
+
+    def on_train_end(self, summary: Any) -> None:
+        if self.way == "error at the end":
+            raise ZeroDivisionError
+
+
+SIX = {**LINE, "train_iters": 6, "epochs": None}
+WAYS = {"error": 3, "request": 4, "error in the evaluation": 6, "error at the end": 6}
+"""The ways to end, and the last step."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "switch",
+    [
+        None,
+        "ema_decay",
+        "fsdp_memory_optimization",
+        pytest.param("zero_3_memory_optimization", marks=pytest.mark.longer),
+    ],
+)
+def test_an_ended_run_leaves_the_weights_of_its_last_step(way: str, switch: str | None) -> None:
+    """The exception is the user's own, or a ``KeyboardInterrupt``, which no ``except Exception`` catches."""
+    job = type("Ended", (Ends,), {"way": way})(
+        **SIX, **({switch: 0.5 if switch == "ema_decay" else True} if switch else {})
+    )
+    with pytest.raises(KeyboardInterrupt if way == "request" else ZeroDivisionError) as caught:
+        job.fit()
+    assert isinstance(caught.value, Exception) == (way != "request")
+    weight = job.weights[switch == "ema_decay"]
+    assert job.model.weight.item() == pytest.approx(weight, abs=1e-7)
+    assert job.evaluate()["eval_loss"] == pytest.approx(loss_by_hand(job, job.data.valid))
+    assert job.model.weight.item() == pytest.approx(weight, abs=1e-7)
+    assert not job.model.training
+
+
+def test_a_run_that_ends_before_its_first_step_leaves_no_model() -> None:
+    job = Ends(**SIX)
+    job.fit()
+    with mock.patch.object(job, "build_data", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+        job.fit()
+    for ask in (job.evaluate, lambda: job.predict([]), lambda: job.model):
+        with pytest.raises(ConfigError, match="has left no trained model") as caught:
+            ask()
+    assert caught.value.hint == "call fit() again"
     assert job.fit()["metrics"] == job.evaluate()
+
+
+class Counts(Callback):
+    """Counts steps, also over workers."""
+
+    steps = 0
+
+    def on_step_end(self, trainer: Any, step: int, result: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+class AsksOnce(Ends):
+    """A job in two workers, one of which is asked to stop after step 3."""
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        self.way = "request" if self.is_main else ""
+        super().on_step_end(step, result)
+
+
+def run_stopped(workers: Any, folder: str) -> dict[str, Any]:
+    """Run the program of a worker, and return how it was stopped."""
+    with mock.patch("rapidformer_templates.system.launch.report_errors", lambda body: body()):
+        try:
+            launch_from_python.main(Path(folder))
+        except Interrupted as stop:
+            return {"message": stop.message, "hint": stop.hint, "saved": stop.saved}
+    raise AssertionError("it was not stopped")
+
+
+@pytest.mark.distributed
+def test_workers_that_are_stopped_leave_the_weights_of_their_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_workers(command: list[str], count: int, *more: Any, **options: Any) -> None:
+        raise Interrupted(**run_in_workers(count, run_stopped, command[-1])[0])
+
+    one = type("One", (Ends,), {"way": "request"})(**SIX)
+    with pytest.raises(KeyboardInterrupt):
+        one.fit()
+    monkeypatch.setattr("rapidformer_templates.system.launch.run_workers", run_workers)
+    counts = Counts()
+    two = AsksOnce(callbacks=[counts], **{**SIX, "micro_batch_size": 2})
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 4, as requested"):
+        two.fit(workers=2)
+    assert two.model.weight.item() == pytest.approx(one.model.weight.item(), abs=1e-6)
+    assert two.evaluate()["eval_loss"] == pytest.approx(one.evaluate()["eval_loss"], rel=1e-5)
+    assert counts.steps == 4
+    lost = mock.Mock(side_effect=WorkerFailed("worker 1 was killed"))
+    monkeypatch.setattr("rapidformer_templates.system.launch.run_workers", lost)
+    with pytest.raises(WorkerFailed):
+        two.fit(workers=2)
+    with pytest.raises(ConfigError, match="has left no trained model"):
+        two.evaluate()
 
 
 def test_what_cannot_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +239,7 @@ def test_what_cannot_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PROGRAM = """
-import sys, threading
+import os, signal, sys, threading
 import numpy as np
 import torch
 from torch import nn
@@ -135,6 +265,17 @@ class Losses(Callback):
     def state_dict(self): return {"seen": list(self.seen)}
     def load_state_dict(self, state): self.seen = state["seen"]
 
+class Stops(Cell):
+    def on_step_end(self, step, result):
+        if step == 3 and self.is_main:
+            os.kill(os.getppid(), signal.SIGINT)  # Ctrl-C in the notebook
+
+class Short(Cell):
+    last = 0
+    def on_step_end(self, step, result):
+        if step == self.last:
+            self.stop()
+
 class Fails(Cell):
     def compute_loss(self, model, batch):
         raise ZeroDivisionError("of my own")
@@ -155,6 +296,15 @@ assert torch.allclose(one.model.weight, two.model.weight, rtol=0, atol=1e-7)
 assert np.allclose(losses[0].seen, losses[1].seen, rtol=1e-6) and len(losses[1].seen) == 10
 assert two.config.launch.nproc_per_node is None  # the workers were those of that call
 print("trained")
+stopped = Stops(micro_batch_size=2, **{**flags, "epochs": 3000})
+try:
+    stopped.fit(workers=2)
+except KeyboardInterrupt as error:
+    Short.last = int(error.message.split()[3].strip(","))  # stopped after step N, as requested
+short = Short(micro_batch_size=4, **{**flags, "epochs": 3000})
+short.fit()
+assert torch.allclose(short.model.weight, stopped.model.weight, rtol=0, atol=1e-6), Short.last
+print("stopped")
 try:
     Fails(micro_batch_size=2, **flags).fit(workers=2)
 except ZeroDivisionError as error:
@@ -178,6 +328,7 @@ def test_a_class_that_is_in_no_file_goes_to_workers(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "trained\n" in done.stdout
+    assert "stopped\n" in done.stdout
     assert "own error\n" in done.stdout
     assert done.stdout.endswith(
         "error: lock (which Locked.compute_loss uses), a lock, cannot be sent to workers: "

@@ -71,6 +71,12 @@ def test_by_samples_and_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_interval_shorter_than_a_step_is_a_step(tmp_path: Path) -> None:
+    folder = train(tmp_path, "--save-interval 0.00001epochs --eval-interval 0.00001epochs")
+    assert saved(folder) == [line["step"] for line in lines(folder, "eval_loss")] == list(range(1, 11))
+
+
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_places(tmp_path: Path) -> None:
     flags = "--save-interval 300tokens --eval-interval 20samples"
     whole = train(tmp_path / "whole", flags)

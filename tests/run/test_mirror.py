@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.run import mirror
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
-from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.run.folder import RunFolder, read_metrics
 from rapidformer_templates.system import files
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import CausalJob
@@ -55,6 +56,7 @@ def wait_for(path: Path) -> None:
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(mirror, "MAX_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(mirror, "CLAIM_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -183,10 +185,108 @@ def test_a_copy_that_ends_anywhere_is_whole_or_does_not_count(at: int, tmp_path:
 
 def test_another_run_is_not_overwritten(copied: Path, tmp_path: Path) -> None:
     flags = [*STEPS, "--save", str(tmp_path / "new"), "--mirror", f"file://{copied}"]
-    with pytest.raises(ConfigError, match="already holds the checkpoints of a run"):
+    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
         Line(flags).fit()
     Line([*FLAGS, "--train-iters", "4", *flags[len(STEPS) :], "--overwrite"]).fit()
     assert names(copied) == {"step-4"}
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["file", pytest.param("webhdfs", marks=pytest.mark.longer)])
+def test_an_overwritten_copy_keeps_nothing_of_the_old_run(kind: str, tmp_path: Path, server: WebHdfs) -> None:
+    """Such as its adapters, which peft would add to the new weights. Files that are not of a run stay."""
+    copy = server.folder / "run"
+    url = server.url if kind == "webhdfs" else f"file://{copy}"
+    flags = [*STEPS, "--save", str(tmp_path / "run"), "--mirror", url]
+    Line(flags).fit()
+    for name in ("export/adapter_config.json", "export/deep/old.bin", "model/old.json", "deepspeed.json", "mine.txt"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("{}")
+    Line([*flags, "--overwrite"]).fit()
+    for folder in ("export", "model"):
+        assert files_of(copy / folder) == files_of(tmp_path / "run" / folder)
+    assert not (copy / "deepspeed.json").exists()
+    assert (copy / "mine.txt").exists()
+
+
+def test_a_resumed_run_replaces_the_export_of_the_copy(copied: Path, tmp_path: Path) -> None:
+    """An export with other files, such as fewer parts, must not be mixed with the earlier one."""
+    (copied / "export" / "model-00002-of-00002.safetensors").write_bytes(b"")
+    again = [*FLAGS, "--train-iters", "12", "--save", str(tmp_path / "run"), "--mirror", f"file://{copied}", "--resume"]
+    Line(again).fit()
+    assert files_of(copied / "export") == files_of(tmp_path / "run" / "export")
+
+
+def test_a_damaged_checkpoint_here_is_replaced_by_the_copy(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run, tmp_path / "whole")
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        weights = checkpoint / "weights-00000-00000.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    flags = [*FLAGS, "--train-iters", "12", "--resume", "--save"]
+    with pytest.raises(CheckpointError, match="is intact"):
+        Line([*flags, str(run)]).fit()
+    again = Line([*flags, str(run), "--mirror", f"file://{copied}"])
+    again.fit()
+    assert f"fetched step-10 from file://{copied}" in capsys.readouterr().err
+    whole = Line([*flags, str(tmp_path / "whole")])
+    whole.fit()
+    assert torch.equal(again.model.weight, whole.model.weight)
+
+
+class Waiting(Line):
+    """Waits at step 3 until another run, which was also started without a copy under the URL, has begun to copy."""
+
+    copy: Path
+    other: str
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if step == 3 and self.other:
+            wait_for(self.copy / "checkpoints" / "step-2" / "manifest.json")
+            job = Line([*STEPS, "--save", self.other, "--mirror", f"file://{self.copy}"])
+            with mock.patch.object(mirror.Mirror, "refuse_other_run"):  # it looked before anything was copied
+                job.fit()
+
+
+def test_two_runs_do_not_copy_to_one_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = Waiting([*STEPS, "--seed", "1", "--save", str(tmp_path / "first"), "--mirror", f"file://{tmp_path}/copy"])
+    first.copy, first.other = tmp_path / "copy", str(tmp_path / "second")
+    first.fit()
+    printed = capsys.readouterr().err
+    url = f"file://{tmp_path}/copy"
+    assert f"{url} holds the checkpoints of another run: this one is only in {tmp_path / 'second'}" in printed
+    assert f"the run is copied to {url}" in printed
+    assert files_of(tmp_path / "copy" / "export") == files_of(tmp_path / "first" / "export")
+    for name in ("checkpoints/step-10/weights-00000-00000.safetensors", "metrics.jsonl"):
+        assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+
+
+def test_of_runs_that_begin_at_once_the_last_one_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [RunFolder(tmp_path / name) for name in ("first", "second")]
+    for folder in folders:
+        Line([*STEPS, "--save", str(folder.path)]).fit()
+    alone = Workers(rank=0, local_rank=0, world=1, device=torch.device("cpu"))
+    first, second = (
+        mirror.Mirror(f"file://{tmp_path}/copy", folder, alone, resumes=True, overwrites=False) for folder in folders
+    )
+
+    def second_begins(seconds: float) -> None:
+        monkeypatch.setattr(mirror.time, "sleep", lambda seconds: None)
+        second._copy()
+
+    monkeypatch.setattr(mirror.time, "sleep", second_begins)  # in the pause of the first one
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="of another run"):
+            first._copy()
+    second._copy()
+    for checkpoint in (tmp_path / "copy" / "checkpoints").iterdir():
+        own = tmp_path / "second" / "checkpoints" / checkpoint.name
+        assert (checkpoint / "manifest.json").read_bytes() == (own / "manifest.json").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -209,3 +209,36 @@ def test_the_example_is_planned_without_reading_its_corpus(capsys: pytest.Captur
     assert found["plan"]["sizes"]["micro_batch"] == 8
     assert found["plan"]["values"]["--vocab-size"]["value"] == 400
     assert found["script"]["hooks"] == ["build_data"]
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("", "ended without training: nothing in it called main() or fit()"),
+        ("import sys; sys.exit(0); Mine.main()", "ended without training: nothing in it called main() or fit()"),
+        ("Mine(lr=0.1, no_save=True).fit()", "does not read its command line, so --fsdp-memory-optimization would"),
+    ],
+    ids=["no call", "an earlier exit", "a call that reads no flags"],
+)
+def test_a_script_that_ignores_its_flags_is_refused(
+    last: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rapidformer"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = write(tmp_path, last)
+    for command in ([], ["plan"]):
+        assert main([*command, "--user-script", script, "--fsdp-memory-optimization", "--lr", "7"]) == 2
+        assert told in capsys.readouterr().err, command
+
+
+def test_scripts_that_use_a_template_in_another_way_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute with a model that is not trained here, or read the flags themselves."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["rapidformer"])
+    script = tmp_path / "uses.py"
+    for line in ("job = Line(sys.argv[1:])", "rate = float(sys.argv[2]); job = Line(lr=rate)"):
+        uses = "job.predict([]); assert job.config.training.lr == 0.1; sys.exit(0)"
+        script.write_text(f"import sys\nfrom tests.support.lines import Line\n{line}\n{uses}\n")
+        with pytest.raises(SystemExit) as ended:
+            main(["--user-script", str(script), "--lr", "0.1"])
+        assert ended.value.code == 0

@@ -10,13 +10,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoTokenizer, BertConfig, GPT2Config, PreTrainedModel, T5Config, pipeline
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    GPT2Config,
+    PreTrainedModel,
+    T5Config,
+    pipeline,
+)
 
+from rapidformer_templates import Finetuner
 from rapidformer_templates.data.generation import Generation
-from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.errors import ConfigError, DataError, Refused
 from rapidformer_templates.run.predictions import predict_samples
 from tests.support.saved_models import OpenedModel, open_saved
-from tests.support.texts import WORDS
+from tests.support.texts import WORDS, write_jsonl
 
 TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, 2 + i * 3 % 11)) for i in range(7)]
 LABELS = {"id2label": {0: "bad", 1: "good", 2: "odd"}, "label2id": {"bad": 0, "good": 1, "odd": 2}}
@@ -75,6 +84,37 @@ def test_several_labels_and_numbers(bert: Make) -> None:
     scored = records(open_saved(folder, "reward"), [{"prompt": "the cat", "completion": " sees a tree"}])
     whole = pipeline("text-classification", str(folder), function_to_apply="none")("the cat sees a tree")
     assert close(scored[0]["score"], whole[0]["score"])
+
+
+def test_a_template_needs_flags_of_training_only_to_train(bert: Make, tmp_path: Path) -> None:
+    folder = bert("BertForSequenceClassification", **LABELS)
+    flags: dict[str, Any] = {"task": "sequence_classification", "pretrained_model_name_or_path": str(folder)}
+    task = Finetuner(**flags, device="cpu")
+    for record, wanted in zip(task.predict(TEXTS), pipeline("text-classification", str(folder))(TEXTS), strict=True):
+        assert record["label"] == wanted["label"]
+        assert close(record["score"], wanted["score"])
+    rows = [{"text": text, "label": ("bad", "good", "odd")[i % 3]} for i, text in enumerate(TEXTS)]
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer, classes = AutoTokenizer.from_pretrained(folder), torch.arange(len(rows)) % 3
+    with torch.no_grad():
+        logits = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in TEXTS])
+    wanted_loss = float(torch.nn.functional.cross_entropy(logits, classes))
+    metrics = task.evaluate(rows)
+    assert metrics["eval_loss"] == pytest.approx(wanted_loss, rel=1e-5)
+    assert metrics["accuracy"] == pytest.approx(float((logits.argmax(1) == classes).float().mean()))
+    with pytest.raises(DataError, match="there is no data to evaluate on"):
+        task.evaluate()
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "valid.jsonl", rows)
+    named = Finetuner(**flags, device="cpu", data_dir=str(tmp_path))
+    assert named.evaluate()["eval_loss"] == pytest.approx(wanted_loss, rel=1e-5)
+    for untrained in (task, named):
+        with pytest.raises(Refused) as refused:
+            untrained.fit()
+        assert [found.rule for found in refused.value.diagnostics] == ["RF015", "RF031", "RF100"]
+    absent = "cuda" if not torch.cuda.is_available() else "xpu"
+    with pytest.raises(ConfigError, match="but torch can use none here"):
+        Finetuner(**flags, device=absent).predict(TEXTS)
 
 
 def test_texts_and_their_seconds(bert: Make) -> None:

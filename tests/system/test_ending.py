@@ -23,11 +23,11 @@ from tests.support.lines import FLAGS, Line
 
 LAUNCHER = """
 import sys
-from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.errors import Interrupted, RapidformerError
 from rapidformer_templates.system.launch import run_workers
 try:
     run_workers([sys.executable, *sys.argv[1:]], 2)
-except RapidformerError as error:
+except (Interrupted, RapidformerError) as error:
     print(error.render(), file=sys.stderr)
     sys.exit(error.exit_status)
 """

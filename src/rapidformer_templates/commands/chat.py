@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         explained_without_plan(str(saved.folder), "a device with more memory, or a smaller model"),
         model_on_device(task, config) as (model, _),
     ):
-        conversation = Conversation(model, task.tokenizer, generation_of(config), config.user.system)
+        conversation = Conversation(model, task.tokenizer, generation_of(config.user, config), config.user.system)
         if conversation.is_plain:
             print("note: the tokenizer has no chat template: a plain one is used", file=sys.stderr)
         talk(conversation, at_terminal=sys.stdin.isatty() and sys.stdout.isatty(), name=str(saved.folder))

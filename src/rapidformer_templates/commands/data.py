@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.errors import Explained
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed, positive
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.system.processes import interruptible
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interruptible("interrupted; nothing was written", "run it again: it starts from the beginning"):
             run_tool: Callable[[argparse.Namespace], int] = load_object(options.run)
             status = run_tool(options)
-    except RapidformerError as error:
+    except Explained as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status
     return status

@@ -8,16 +8,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rapidformer_templates.commands.saved_model import Values, in_workers, parser_of_saved, words_of_saved
+from rapidformer_templates.commands.saved_model import (
+    OF_ITS_DATA,
+    OF_THE_RUN,
+    WHERE,
+    Values,
+    in_workers,
+    parser_of_saved,
+    template_of_script,
+    weights_of_run,
+    words_of_saved,
+)
 from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.data.finetuning.locating import flags_of_sets, locate, locate_part
 from rapidformer_templates.errors import ConfigError, MistakeCollector
 from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import RunConfig, subset_of_flags
+from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
 from rapidformer_templates.run.early_checks import check_text_paths
 from rapidformer_templates.run.saved_model import SavedModel
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
+from rapidformer_templates.system import launch
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
@@ -27,8 +39,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Evaluate the exported model of a run, or any model of transformers, by the metrics of its task.
 
-Without data flags: on the validation part that the run itself was evaluated on. Each sample counts once, with
-any number of workers."""
+Without data flags: on the validation part that the run itself was evaluated on, or on its --part test. Each sample
+counts once, with any number of workers. --user-script evaluates by the script's own hooks."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +48,10 @@ class EvaluateFlags:
     """Evaluation"""
 
     part: Literal["train", "validation", "test"] | None = flag(
-        None, "part of the named data (default: validation, or the only one)"
+        None, "part of the named data, or of the run's own (default: validation, or the only one)"
     )
     json: bool = flag(False, "print the metrics as JSON")
 
-
-WHERE = ("data_dir", "data_name", "data_path", "split")
-"""Flags that name data other than the run's."""
 
 WITHIN = {"data_name": "data_dir", "split": "data_path"}
 """Flags that name something inside a place, with the flag of that place. The run's place is the default."""
@@ -56,24 +65,8 @@ OPTIONS = (
     subset_of_flags(ModelFlags, "seq_length", "base", "trust_remote_code"),
     subset_of_flags(TrainingFlags, "task"),
     MixedPrecisionFlags,
-    subset_of_flags(LaunchFlags, "nproc_per_node", "master_port", "device"),
+    subset_of_flags(LaunchFlags, "user_script", "nproc_per_node", "master_port", "device"),
 )  # fmt: skip
-
-OF_THE_RUN = (
-    *("task", "problem_type", "seq_length", "text_column", "pair_column", "label_column"),
-    *("loss_on", "pack_sequences", "skip_bad_lines", "text_unit", "keep_documents_apart", "mask_prob"),
-    *("whole_word_mask", "mean_span_length", "sentence_pairs", "short_seq_prob", "data_impl", "data_cache_dir"),
-    *("preference_loss", "preference_beta", "simpo_gamma", "kto_desirable_weight", "kto_undesirable_weight"),
-    *("mixed_precision", "seed", "micro_batch_size", "label_smoothing"),
-)
-"""Flags of the run on which its metrics depend."""
-
-OF_ITS_DATA = (
-    *(*WHERE, "validation_fraction", "max_train_samples", "max_eval_samples", "eval_iters", "streaming"),
-    "shuffle_buffer",
-    "eval_data_name",
-)
-"""Flags of the run that select its validation data."""
 
 OWN_METRICS = ("build_data", "compute_loss", "count_targets", "read_outputs", "compute_metrics")
 """Hooks with which a script computes metrics other than those of the task."""
@@ -94,62 +87,84 @@ def main(argv: Sequence[str] | None = None) -> int:
         RapidformerError: the model, the data or a flag cannot be used.
     """
     saved, values = words_of_saved(build_parser(), argv, OPTIONS)
+    script: str | None = values.pop("user_script", None)
+    part: str | None = values.pop("part", None)
+    as_json: bool = values.pop("json", False)
+    names_data = any(name in values for name in WHERE)
+    own_data = not names_data and part in (None, "validation")
     metric_hooks = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
-    if metric_hooks and "task" not in values:
+    if metric_hooks and script is None and "task" not in values:
         raise ConfigError(
             f"the run's script has its own {metric_hooks[0]}, which only the script knows",
             where=str(saved.run),
-            hint="--task NAME with --data-dir and --data-name evaluates by the library's metrics of that task",
+            hint="give --user-script; --task NAME with --data-dir and --data-name uses the metrics of a task",
         )
-    own_data = not any(name in values for name in WHERE)
-    config = _config(saved, values, own_data=own_data)
-    _check_files(config, own_data=own_data)
-
-    from rapidformer_templates.run.fit import evaluate
-
-    template = _template(saved, config, own_data=own_data)
-
-    def check() -> None:
-        template.task.check()
-        assert template.plan
-
-    def body() -> int:
-        template.task.check()
-        metrics = evaluate(template, _reference(saved, template))
-        _show(saved, metrics, as_json=config.user.json)
-        return 0
-
-    return in_workers(config.launch.nproc_per_node, config.launch.master_port, check, body)
-
-
-def _config(saved: SavedModel, values: Values, *, own_data: bool) -> RunConfig:
-    """Return the flags of the evaluation as the configuration of a run that does not train.
-
-    Raises:
-        ConfigError: no data is named and the run has none, or ``--part`` is given for the run's own data.
-    """
-    of_the_place = [place for name, place in WITHIN.items() if name in values and place not in values]
-    names = (*OF_THE_RUN, *(OF_ITS_DATA if own_data else of_the_place))
     of_a_run: Values = {"no_save": True, "lr": 0.0, "train_iters": 1}
     if "data_path" in values and "split" not in values:
         of_a_run["split"] = "0,1,0"
-    config = saved.config(names, EvaluateFlags, **of_a_run, **values)
-    if own_data and not {"data_dir", "data_name", "data_path"}.intersection(config.origins):
+    of_the_place = [place for name, place in WITHIN.items() if name in values and place not in values]
+    of_its_data = OF_ITS_DATA if own_data else of_the_place if names_data else WHERE
+    if not script:
+        config = _config(saved, {**of_a_run, **values}, of_its_data)
+        _check_files(config, part, own_data=own_data)
+
+    from rapidformer_templates.run.fit import evaluate
+    from rapidformer_templates.trainer import Trainer
+
+    if script:
+        left_out = {"global_batch_size", "evaluate_test", *OF_ITS_DATA}.difference(of_its_data)
+        template = template_of_script(script, saved, left_out, values, **of_a_run)
+    else:
+        template = Trainer([])
+        template.set_config(config)
+    if template.reads_task_data and not own_data:
+        decisions = saved.decisions(template.config.training.task)
+        template.task.load_label_state(decisions, part and PART_NAMES[part])
+
+    def check() -> None:
+        if template.reads_task_data:
+            template.task.check()
+        assert template.plan
+
+    def body() -> int:
+        check()
+        reference, weights = (None, weights_of_run(saved)) if script else (_reference(saved, template), None)
+        metrics = evaluate(
+            template,
+            reference,
+            test=part == TEST and not template.reads_task_data,
+            limit=saved.evaluated_samples if own_data else None,
+            weights=weights,
+        )
+        _show(saved, metrics, as_json=as_json, is_run=script is not None)
+        return 0
+
+    return in_workers(template.config.launch.nproc_per_node, template.config.launch.master_port, check, body)
+
+
+def _config(saved: SavedModel, values: Values, of_its_data: Sequence[str]) -> RunConfig:
+    """Return the flags of the evaluation as the configuration of a run that does not train.
+
+    Args:
+        of_its_data: flags that select the data of the run, if they are evaluated.
+
+    Raises:
+        ConfigError: no data is named and the run has none.
+    """
+    config = saved.config((*OF_THE_RUN, *of_its_data), **values)
+    if not config.data.is_named:
         hint = "name data with --data-dir and --data-name"
         raise ConfigError("no data is named, and there is no run to take it from", where="--data-dir", hint=hint)
-    if own_data and config.user.part is not None:
-        hint = "leave it out, or name data with --data-dir and --data-name"
-        raise ConfigError("the evaluation of the run itself has only one part", where="--part", hint=hint)
     return config
 
 
-def _check_files(config: RunConfig, *, own_data: bool) -> None:
+def _check_files(config: RunConfig, part: str | None, *, own_data: bool) -> None:
     """Check that the model and the data exist. This needs no torch.
 
     Raises:
         RapidformerError: the mistakes.
     """
-    data, part = config.data, config.user.part
+    data = config.data
     mistakes = MistakeCollector()
     mistakes.run(check_model_files, config)
     with mistakes.collect():
@@ -162,17 +177,6 @@ def _check_files(config: RunConfig, *, own_data: bool) -> None:
                 else:
                     locate_part(flags, part and PART_NAMES[part])
     mistakes.raise_all()
-
-
-def _template(saved: SavedModel, config: RunConfig, *, own_data: bool) -> Trainer:
-    from rapidformer_templates.trainer import Trainer
-
-    template = Trainer([])
-    template.config = config
-    if not own_data:
-        part = config.user.part
-        template.task.load_label_state(saved.decisions(config.training.task), part and PART_NAMES[part])
-    return template
 
 
 def _reference(saved: SavedModel, template: Trainer) -> Callable[[], nn.Module] | None:
@@ -198,13 +202,11 @@ def _reference(saved: SavedModel, template: Trainer) -> Callable[[], nn.Module] 
     return lambda: load_task(config).build_model()
 
 
-def _show(saved: SavedModel, metrics: dict[str, float], *, as_json: bool) -> None:
-    """Print the metrics on rank 0."""
-    import os
-
+def _show(saved: SavedModel, metrics: dict[str, float], *, as_json: bool, is_run: bool) -> None:
+    """Print the metrics on rank 0. ``is_run``: the model was built as in the run, with a rounded base."""
     from rapidformer_templates.system.files import finite
 
-    if os.environ.get("RANK", "0") != "0":
+    if not launch.is_first_worker():
         return
     if as_json:
         print(json.dumps(finite(metrics), indent=2, allow_nan=False))
@@ -219,7 +221,7 @@ def _show(saved: SavedModel, metrics: dict[str, float], *, as_json: bool) -> Non
         table.add_row(name, f"{value:.4f}")
     console().print(table)
     coding, _ = saved.values.get("quantize_base", (None, ""))
-    if coding:
+    if coding and not is_run:
         print(
             f"note: the run rounded its base with --quantize-base {coding}. Here the base is used as it is in its "
             "files, so these numbers differ a little from those of the run."

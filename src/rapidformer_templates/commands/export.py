@@ -100,7 +100,7 @@ def _nothing_to_export(run: RunFolder, merge: bool, adapters: Path | None) -> Co
 
 def _export(run: RunFolder, options: argparse.Namespace) -> Path:
     """Export a checkpoint and return the output folder."""
-    step, why = _step(run, options.step, merge=options.merge)
+    step, why = step_to_export(run, options.step, merge=options.merge)
     if not run.model.is_dir():
         raise ConfigError(
             f"{run.path} does not say what its model is: it was made by an earlier version",
@@ -163,7 +163,7 @@ def _steps(run: RunFolder) -> list[int]:
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
-def _step(run: RunFolder, step: int | None, *, merge: bool) -> tuple[int, str]:
+def step_to_export(run: RunFolder, step: int | None, *, merge: bool) -> tuple[int, str]:
     """Return the step to export, and a text for the user with the reason for this choice."""
     steps = _steps(run)
     if not steps:

@@ -16,16 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rapidformer_templates.commands.plan import PlanFlags
-from rapidformer_templates.errors import (
-    ConfigError,
-    Interrupted,
-    RapidformerError,
-    did_you_mean,
-)
+from rapidformer_templates.errors import ConfigError, Explained, Interrupted, did_you_mean, long_names_explained
 from rapidformer_templates.planning.flag_parser import FlagParser, build_parser
 from rapidformer_templates.planning.registry import load_object, switch_options
 from rapidformer_templates.run import scripts
 from rapidformer_templates.system import launch
+from rapidformer_templates.system.terminal import escape_unknown_characters
 
 if TYPE_CHECKING:
     from rapidformer_templates.trainer import Trainer
@@ -117,10 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or that of the error. It is 2 for a mistake in the command, and ``errors.py`` has others.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    escape_unknown_characters()
     try:
-        with _read_no_further():
+        with _read_no_further(), long_names_explained():
             return _dispatch(words)
-    except RapidformerError as error:
+    except Explained as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:  # during imports only, because a run treats it as a request to save and stop
@@ -180,7 +177,7 @@ def train(argv: Sequence[str]) -> int:
     script, rest = scripts.split_script(argv)
     if script is not None:
         refuse_mistakes_of_script(script, rest)
-        scripts.run_script(script, rest)
+        scripts.train_script(script, rest)
         return 0
     template = configure.choose(argv)[0] if launch.is_worker() else refuse_mistakes(argv)
     _template(template)(argv).fit()

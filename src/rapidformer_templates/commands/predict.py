@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rapidformer_templates.commands.saved_model import (
+    OF_ITS_DATA,
     GenerationFlags,
     Values,
     generation_of,
     in_workers,
     model_on_device,
     parser_of_saved,
+    template_of_script,
+    weights_of_run,
     words_of_saved,
 )
 from rapidformer_templates.data.finetuning.column_names import check_input_columns
+from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.errors import ConfigError, DataError, MistakeCollector
 from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import RunConfig, subset_of_flags
+from rapidformer_templates.planning.flag_parser import parse
+from rapidformer_templates.planning.flag_values import TEST, mixture_of
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.out_of_memory import explained_without_plan
-from rapidformer_templates.run.saved_model import load_saved_task
+from rapidformer_templates.run.saved_model import OF_THE_SAMPLES, SavedModel, load_saved_task
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 from rapidformer_templates.system import launch
 
@@ -32,12 +40,13 @@ if TYPE_CHECKING:
     from rapidformer_templates.data.finetuning.tables import DataPart
     from rapidformer_templates.data.tasks.base import Inputs, Task
     from rapidformer_templates.data.text.files import Row
+    from rapidformer_templates.data.types import Data
 
 DESCRIPTION = """Predict each row of a file with the exported model of a run, or with any model of transformers.
 
 Rows come from a .csv, .tsv, .json, .jsonl or .parquet file with the columns of the task, or are the lines of a .txt
-file. Each row of the output is the row with its prediction, in the order of the input, with any number of
-workers."""
+file, or are a --part of the run's own data. Each row of the output is the row with its prediction, in the order of the
+input, with any number of workers. --user-script predicts with the script's own hooks, in one process."""
 
 KEY = "prediction"
 """Key of the prediction in a row of the output, next to the columns of the row."""
@@ -48,6 +57,7 @@ class FileFlags:
     """Files"""
 
     input: str | None = flag(None, "rows to predict: .txt, .csv, .tsv, .json, .jsonl or .parquet", metavar="FILE")
+    part: Literal["train", "validation", "test"] | None = flag(None, "predict this part of the run's own data instead")
     output: str | None = flag(
         None, "where the predictions go: .jsonl (an object per line), .json, .csv, .tsv or .parquet", metavar="FILE"
     )
@@ -64,6 +74,13 @@ class PredictFlags(FileFlags):
 class PredictOptions(FileFlags, GenerationFlags):
     """The options of the command that are not flags of a run. ``--overwrite`` is a flag of a run."""
 
+    @classmethod
+    def split_from(cls, values: Values) -> PredictOptions:
+        """Remove these options from the values of the command line."""
+        in_code = {f.name: (values.pop(f.name), "command line") for f in dataclasses.fields(cls) if f.name in values}
+        options: PredictOptions = parse([], REGISTRY.options(), user=cls, in_code=in_code).user
+        return options
+
 
 AT_ONCE = {"micro_batch_size": 8}
 """Default number of rows per batch."""
@@ -77,7 +94,7 @@ OPTIONS = (
     subset_of_flags(ModelFlags, "seq_length", "base", "trust_remote_code"),
     subset_of_flags(TrainingFlags, "task", "seed"),
     MixedPrecisionFlags,
-    subset_of_flags(LaunchFlags, "nproc_per_node", "master_port", "device"),
+    subset_of_flags(LaunchFlags, "user_script", "nproc_per_node", "master_port", "device"),
 )
 
 
@@ -96,21 +113,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         RapidformerError: the model, the input or a flag cannot be used.
     """
     saved, values = words_of_saved(build_parser(), argv, OPTIONS, _check_files)
-    config = saved.config(user=PredictOptions, **{**AT_ONCE, **values})
+    options, script = PredictOptions.split_from(values), values.pop("user_script", None)
+    if script:
+        return _predict_by_script(script, saved, options, values)
+    names = (*OF_THE_SAMPLES, *(("seed", *OF_ITS_DATA) if options.part else ()))
+    config = saved.config(names, **{**AT_ONCE, "evaluate_test": options.part == TEST, **values})
     columns = saved.decisions(config.training.task).get("columns") or {}
     mistakes = MistakeCollector()
     mistakes.run(check_model_files, config)
-    mistakes.run(check_input_columns, config.training.task, config.data, columns, Path(config.user.input))
+    if options.input:
+        mistakes.run(check_input_columns, config.training.task, config.data, columns, Path(options.input))
     mistakes.raise_all()
 
     def read() -> tuple[Task, DataPart, Inputs]:
         task = load_saved_task(config, saved)
-        part = read_rows(config, task.text_column)
+        part = read_rows(config, options, task.text_column)
         return task, part, task.inputs(part)
 
     def body() -> int:
         with explained_without_plan(str(saved.folder), "a smaller --micro-batch-size, or a device with more memory"):
-            return _predict(config, *read())
+            return _predict(config, options, *read())
 
     return in_workers(config.launch.nproc_per_node, config.launch.master_port, read, body)
 
@@ -128,8 +150,10 @@ def _check_files(values: Values) -> None:
 
     mistakes = MistakeCollector()
     for name in ("input", "output"):
-        if name not in values:
+        if name not in values and not (name == "input" and "part" in values):
             mistakes.errors.append(ConfigError(f"--{name} is missing", hint=f"add --{name} FILE"))
+    if "input" in values and "part" in values:
+        mistakes.errors.append(ConfigError("--input and --part exclude each other", hint="leave out one of them"))
     source, output = Path(values.get("input", "")), Path(values.get("output", ""))
     if "input" in values and not source.is_file():
         hint = "name the file with the rows"
@@ -147,8 +171,57 @@ def _check_files(values: Values) -> None:
     mistakes.raise_all()
 
 
-def read_rows(config: RunConfig, text_column: str) -> DataPart:
-    """Read the rows of ``--input``.
+def _predict_by_script(script: str, saved: SavedModel, options: PredictOptions, values: Values) -> int:
+    """Predict with the hooks of a script, in this process."""
+    left_out = ("global_batch_size", *(() if options.part else OF_ITS_DATA))
+    template = template_of_script(script, saved, left_out, values, evaluate_test=options.part == TEST)
+    config = template.config
+    if (config.launch.nproc_per_node or 1) > 1:
+        message = "--user-script predicts in one process"
+        raise ConfigError(message, where="--nproc-per-node", hint="leave the flag out")
+
+    from rapidformer_templates.run import inference
+    from rapidformer_templates.run.predictions import predict_inputs
+    from rapidformer_templates.run.saving import load_exported
+
+    if template.reads_task_data and not options.part:
+        template.task.load_label_state(saved.decisions(config.training.task))
+    run = inference.build_single_process(template, None)
+    load_exported(run, weights_of_run(saved))
+    generation, rows = generation_of(options, config), config.data.micro_batch_size
+    if run.task is None:
+        samples = _own_samples(run.data, options.part)
+        records = [
+            record.tolist() if hasattr(record, "tolist") else record
+            for record in inference.predict(template, run, samples, rows, generation)
+        ]
+        _finish(options, [{"sample": place} for place in range(len(samples))], records)
+        return 0
+    part = read_rows(config, options, run.task.text_column)
+    with run.engine.precision():
+        records = predict_inputs(run.task, run.model, run.task.inputs(part), rows, generation)
+    _finish(options, part.table, records)
+    return 0
+
+
+def _own_samples(data: Data, part: str | None) -> list[object]:
+    """Return the samples of a part of the data that a script's own ``build_data`` has built.
+
+    Raises:
+        ConfigError: no part is named.
+        DataError: there is no such part.
+    """
+    if part is None:
+        hint = "predict a part of its data: --part validation or --part test"
+        raise ConfigError("the script's own build_data reads no rows of a file", where="--input", hint=hint)
+    samples = getattr(data, PART_NAMES[part])
+    if isinstance(samples, Mapping) or not hasattr(samples, "__getitem__"):
+        raise DataError(f"build_data returns no single {part} set", where="--part", hint="choose another part")
+    return [samples[place] for place in range(len(samples))]
+
+
+def read_rows(config: RunConfig, options: PredictOptions, text_column: str) -> DataPart:
+    """Read the rows of ``--input``, or of a part of the run's own data.
 
     Args:
         text_column: column name for the lines of a ``.txt`` file.
@@ -161,7 +234,9 @@ def read_rows(config: RunConfig, text_column: str) -> DataPart:
     from rapidformer_templates.data.text.bad_lines import BadLines, add_by_reason, describe_skipped
     from rapidformer_templates.data.text.files import ROW_READERS, data_suffix, text_lines
 
-    path = Path(config.user.input)
+    if options.part:
+        return _part_of_run(config, options.part)
+    path = Path(str(options.input))
     bad = BadLines(skip=config.data.skip_bad_lines)
     if data_suffix(path) == ".txt":
         lines = list(text_lines(path, bad))
@@ -185,40 +260,62 @@ def read_rows(config: RunConfig, text_column: str) -> DataPart:
     return part
 
 
-def _predict(config: RunConfig, task: Task, part: DataPart, inputs: Inputs) -> int:
+def _part_of_run(config: RunConfig, part: str) -> DataPart:
+    """Read the rows of a part of the run's own data, as the run has divided them.
+
+    Raises:
+        DataError: the run has no such rows.
+    """
+    from rapidformer_templates.data.tasks import load_task
+
+    if config.training.task == "pretraining" or config.data.streaming or mixture_of(config.data.data_name):
+        what, hint = "the data of the run are not the rows of one data set", "name a file with --input"
+        raise DataError(what, where="--part", hint=hint)
+    rows: DataPart | None = getattr(load_task(config).read_rows(), PART_NAMES[part])
+    if rows is None:
+        raise DataError(f"the data of the run have no {part} part", where="--part", hint="choose another part")
+    return rows
+
+
+def _predict(config: RunConfig, options: PredictOptions, task: Task, part: DataPart, inputs: Inputs) -> int:
     from rapidformer_templates.run.predictions import predict_inputs
-    from rapidformer_templates.system.files import finite
     from rapidformer_templates.system.terminal import ProgressBar
 
-    output = Path(config.user.output)
     with model_on_device(task, config) as (model, workers):
         with ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar:
             records = predict_inputs(
-                task, model, inputs, config.data.micro_batch_size, generation_of(config), workers,
+                task, model, inputs, config.data.micro_batch_size, generation_of(options, config), workers,
                 lambda count: bar.advance(count, lambda: ""),
             )  # fmt: skip
         if workers.is_main:
-            plain = [finite(record) for record in records]
-            _write(output, part, plain)
-            print(f"wrote {output}: {len(records):,} rows")
-            if broken := sum(one != record for one, record in zip(plain, records, strict=True)):
-                note = "hold infinite numbers or NaN, written as null: check the model"
-                print(f"warning: the predictions of {broken:,} rows {note}", file=sys.stderr)
+            _finish(options, part.table, records)
         workers.barrier()
     return 0
 
 
-def _write(output: Path, part: DataPart, records: Sequence[object]) -> None:
+def _finish(options: PredictOptions, rows: Iterable[Mapping[str, object]], records: Sequence[object]) -> None:
+    """Write the rows with their predictions, and say so."""
+    from rapidformer_templates.system.files import finite
+
+    output, plain = Path(str(options.output)), [finite(record) for record in records]
+    _write(output, rows, plain)
+    print(f"wrote {output}: {len(records):,} rows")
+    if broken := sum(one != record for one, record in zip(plain, records, strict=True)):
+        note = "hold infinite numbers or NaN, written as null: check the model"
+        print(f"warning: the predictions of {broken:,} rows {note}", file=sys.stderr)
+
+
+def _write(output: Path, rows: Iterable[Mapping[str, object]], records: Sequence[object]) -> None:
     """Write the records to a temporary file and rename it, so that the output is never incomplete."""
     from rapidformer_templates.data.text.row_writers import write_rows
     from rapidformer_templates.system.files import finite, sync, writing
 
     temporary = output.with_name(output.name + ".tmp")
     with writing(output):
-        rows: Iterator[Row] = (
+        written: Iterator[Row] = (
             {name: finite(value) for name, value in {**row, KEY: record}.items()}
-            for row, record in zip(part.table, records, strict=True)
+            for row, record in zip(rows, records, strict=True)
         )
-        write_rows(temporary, output, rows)
+        write_rows(temporary, output, written)
         sync(temporary)
         temporary.rename(output)

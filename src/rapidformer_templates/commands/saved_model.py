@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from rapidformer_templates.errors import MistakeCollector
+from rapidformer_templates.commands.export import step_to_export
+from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import detect
-from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, check_values, parse_words
-from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.run.saved_model import SavedModel, find_saved
+from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, check_values, parse, parse_words
+from rapidformer_templates.planning.flags import DataFlags, ModelFlags, flag
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.run.saved_model import SavedModel, find_saved, values_of
+from rapidformer_templates.run.scripts import capture_template, unused_flags
 from rapidformer_templates.system import launch
 
 if TYPE_CHECKING:
@@ -22,7 +27,9 @@ if TYPE_CHECKING:
 
     from rapidformer_templates.data.generation import Generation
     from rapidformer_templates.data.tasks import Task
+    from rapidformer_templates.run.export import ExportedWeights
     from rapidformer_templates.system.workers import Workers
+    from rapidformer_templates.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,27 @@ class GenerationFlags:
     temperature: float = flag(
         0.0, "0: always the likeliest token; above 0: sample, with more randomness for higher values", minimum=0
     )
+
+
+OF_THE_RUN = (
+    *("task", "problem_type", "seq_length", "text_column", "pair_column", "label_column"),
+    *("loss_on", "pack_sequences", "skip_bad_lines", "text_unit", "keep_documents_apart", "mask_prob"),
+    *("whole_word_mask", "mean_span_length", "sentence_pairs", "short_seq_prob", "data_impl", "data_cache_dir"),
+    *("preference_loss", "preference_beta", "simpo_gamma", "kto_desirable_weight", "kto_undesirable_weight"),
+    *("mixed_precision", "seed", "micro_batch_size", "label_smoothing"),
+)
+"""Flags of the run on which its metrics depend."""
+
+
+WHERE = ("data_dir", "data_name", "data_path", "split")
+"""Flags that name data other than the run's."""
+
+OF_ITS_DATA = (
+    *(*WHERE, "validation_fraction", "max_train_samples", "max_eval_samples", "streaming"),
+    "shuffle_buffer",
+    "eval_data_name",
+)
+"""Flags of the run that select its validation data."""
 
 
 def parser_of_saved(name: str, description: str, options: Iterable[type]) -> argparse.ArgumentParser:
@@ -94,6 +122,58 @@ def words_of_saved(
     return saved, values
 
 
+def template_of_script(
+    script: str, saved: SavedModel, left_out: Iterable[str], values: Values, **more: object
+) -> Trainer:
+    """Return the template that a script would train, with the flags of its run that concern the model and the data.
+
+    Args:
+        left_out: names of flags of the run that do not apply.
+        values: values of the command line, by field name, which win over those of the run.
+        more: further values of flags.
+
+    Raises:
+        ConfigError: the folder is not one of a run, the script trains nothing, or its hooks do not use one of the
+            values.
+    """
+    if saved.run is None:
+        raise ConfigError(
+            f"{saved.folder} is not of a run", where="--user-script", hint="name the --save folder of the script's run"
+        )
+    template = cast("Trainer", capture_template(script, [], lambda template: template))
+    config, user = template.config, type(template).Flags
+    kinds = [ModelFlags, DataFlags, *(type(config.switches[s.name]) for s in REGISTRY.switches if s.exported)]
+    names = {f.name for kind in (*kinds, *([user] if user else [])) for f in dataclasses.fields(kind)} | set(OF_THE_RUN)
+    of_the_run = values_of(saved.run, config.kinds())
+    in_code = {name: of_the_run[name] for name in (of_the_run.keys() & names).difference(left_out)}
+    in_code |= {name: (value, "the command") for name, value in more.items()}
+    in_code |= {name: (value, "command line") for name, value in values.items()}
+    template.set_config(REGISTRY.merge_files(parse([], REGISTRY.options(), user=user, in_code=in_code)))
+    idle = [note for note in unused_flags(type(template), template.config) if "(command line)" in note]
+    if idle:
+        raise ConfigError(idle[0], where="--user-script", hint="leave the flag out")
+    return template
+
+
+def weights_of_run(saved: SavedModel) -> ExportedWeights:
+    """Return the weights that a run exports, from its best or newest checkpoint.
+
+    Raises:
+        RapidformerError: the checkpoint is lost or damaged.
+    """
+    from rapidformer_templates.run.checkpoint.check import problem_of
+    from rapidformer_templates.run.checkpoint.format import folder_of
+    from rapidformer_templates.run.export import ExportedWeights
+
+    assert saved.run is not None, "template_of_script checks it"
+    folder = RunFolder(saved.run)
+    checkpoint = folder_of(folder.checkpoints, step_to_export(folder, None, merge=False)[0])
+    if problem := problem_of(checkpoint):
+        hint = "the weights of a run with its own hooks are read from there"
+        raise CheckpointError(f"the checkpoint cannot be used: {problem}", where=str(checkpoint), hint=hint)
+    return ExportedWeights(checkpoint, averages="ema_decay" in saved.values)
+
+
 def in_workers(count: int | None, port: int | None, check: Callable[[], object], body: Callable[[], int]) -> int:
     """Run the body of a command in this process, or in several workers that run the whole command again.
 
@@ -129,8 +209,8 @@ def model_on_device(task: Task, config: RunConfig) -> Iterator[tuple[PreTrainedM
             yield model, workers
 
 
-def generation_of(config: RunConfig) -> Generation:
-    """Return how texts are generated, from the :class:`GenerationFlags` among the command's own flags."""
+def generation_of(flags: GenerationFlags, config: RunConfig) -> Generation:
+    """Return how texts are generated."""
     from rapidformer_templates.data.generation import Generation
 
-    return Generation(config.user.max_new_tokens, config.user.temperature, config.training.seed)
+    return Generation(flags.max_new_tokens, flags.temperature, config.training.seed)

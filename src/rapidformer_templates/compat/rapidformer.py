@@ -325,7 +325,7 @@ class _Batches:
         assert not isinstance(samples, Mapping)
         self.samples = samples
         limit = template.config.training.eval_iters
-        self.size = min(len(samples), limit * sizes.micro_batch * sizes.data) if limit else len(samples)
+        self.size = min(len(samples), limit * sizes.global_batch) if limit else len(samples)
         self._requests = eval_requests(
             sample_lengths(samples, template.data, training=False), self.size, template.config.training.seed,
             rank=workers.data_rank, data_size=sizes.data, micro_batch=sizes.micro_batch,

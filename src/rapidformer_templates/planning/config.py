@@ -183,7 +183,8 @@ def to_yaml(config: RunConfig) -> str:
         for name, value in config.items()
         if name in settable and config.origin(name).startswith(("command line", file))
     }
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000) if values else ""
+    # Other characters than those of ASCII are escaped, because a terminal may not show them.
+    return yaml.safe_dump(values, sort_keys=False, width=1000) if values else ""
 
 
 def _plain(value: object) -> object:

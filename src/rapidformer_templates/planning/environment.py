@@ -72,6 +72,7 @@ class Environment:
         device_origin: what specified the devices, or None for those of this machine.
         device_kind: the key in ``DEVICE_KINDS`` if the plan is for another machine.
         device_file: the file with measured rates of the devices, if one was named.
+        notes: remarks about variables that the plan does not follow.
     """
 
     template: str | None = "Trainer"
@@ -86,6 +87,7 @@ class Environment:
     device_origin: str | None = None
     device_kind: str | None = None
     device_file: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def has_device(self) -> bool:
@@ -261,6 +263,66 @@ def kind_of(device: str) -> str:
     raise ConfigError(f"'{device}' is not a kind of device that torch knows here", where="--device", hint=hint)
 
 
+@dataclass(frozen=True)
+class Launched:
+    """The place of a worker among its peers.
+
+    Attributes:
+        rank, local_rank: its rank among all workers and on its node, from 0.
+        world, local_world: number of all workers and of those on its node.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables that a launcher such as torchrun sets for each worker."""
+
+TASKS_OF_OTHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
+"""Launchers that do not set them, and their variables with the number of processes."""
+
+
+def launched() -> Launched | None:
+    """Return the place of this process that its launcher has set. None without both ``RANK`` and ``WORLD_SIZE``.
+
+    Raises:
+        ConfigError: the variables are not numbers, or contradict each other.
+    """
+    texts = {name: text for name in LAUNCHED if (text := os.environ.get(name, "").strip())}
+    if not {"RANK", "WORLD_SIZE"} <= texts.keys():
+        return None
+    texts = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": texts["WORLD_SIZE"], **texts}
+    try:
+        place = Launched(*(int(texts[name]) for name in LAUNCHED))
+    except ValueError:
+        place = Launched(world=0)
+    ranks = range(place.world)
+    if place.rank in ranks and place.local_rank in range(place.local_world) and place.local_world <= place.world:
+        return place
+    raise ConfigError(
+        "no launcher sets " + " ".join(f"{name}={os.environ[name]}" for name in LAUNCHED if name in os.environ),
+        where="the environment",
+        hint="ranks count from 0 to WORLD_SIZE - 1; to train alone: unset RANK WORLD_SIZE",
+    )
+
+
+def ignored_variables() -> tuple[str, ...]:
+    """Return notes about variables of launchers that do not make this process a worker."""
+    if launched() is not None:
+        return ()
+    notes = []
+    if left := [name for name in LAUNCHED if name in os.environ]:
+        notes.append(f"{', '.join(left)}: ignored, because only RANK and WORLD_SIZE together make a worker")
+    for launcher, name in TASKS_OF_OTHERS.items():
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            notes.append(f"{launcher} has started {count} processes, and each trains alone: torchrun connects workers")
+    return tuple(notes)
+
+
 def detect(
     template: str | None,
     template_origin: str,
@@ -273,15 +335,15 @@ def detect(
 
     Args:
         device: the value of ``--device``: ``auto``, or torch's name of a device type.
-        world_size: number of workers. The default comes from torchrun's environment, or is 1.
+        world_size: number of workers. The default comes from :func:`launched`, or is 1.
         local_world_size: number of workers on one node, with a similar default.
 
     Raises:
-        ConfigError: the device type does not exist.
+        ConfigError: the device type does not exist, or the variables of a launcher contradict each other.
     """
-    kind = kind_of(device)
-    workers = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(workers)))
+    kind, place = kind_of(device), launched()
+    workers = world_size or (place.world if place else 1)
+    local = local_world_size or (place.local_world if place else workers)
     return Environment(
         template=template,
         template_origin=template_origin,
@@ -292,6 +354,7 @@ def detect(
         accelerator=None if kind == "cpu" else detect_accelerator(),
         packages=installed_packages(),
         cxx=find_cxx(),
+        notes=ignored_variables(),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Final
@@ -82,18 +83,18 @@ def _size_and_unit(text: object, expected: str) -> tuple[Fraction, str]:
     """Return the number and the unit of a text.
 
     Raises:
-        ValueError: the text has another form, or the number is zero.
+        ValueError: the text has another form, or the number is zero as a float.
     """
     matched = _FORM.fullmatch(str(text).strip())
     unit = UNITS.get(matched[2].lower()) if matched else None
     size = Fraction(matched[1]) if matched else Fraction()
-    if unit is None or not size:
+    if unit is None or not float(size):
         raise ValueError(expected)
     return size, unit
 
 
 def _spelled(size: Fraction, unit: str) -> str:
-    return f"{float(size):.15g}{unit}"
+    return f"{Decimal(f'{float(size):.15g}'):f}{unit}"  # without a negative exponent, which no flag takes
 
 
 _SCALES: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}

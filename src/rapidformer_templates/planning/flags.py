@@ -261,6 +261,11 @@ class DataFlags:
     )
     dataloader_pin_memory: bool | None = flag(None, "load batches into page-locked host memory (default: on a GPU)")
 
+    @property
+    def is_named(self) -> bool:
+        """Whether any data are named."""
+        return any((self.data_dir, self.data_name, self.data_path))
+
 
 @dataclass(frozen=True)
 class TrainingFlags:
@@ -405,7 +410,7 @@ class TrainingFlags:
         metavar="EVERY",
         usual=True,
     )
-    eval_iters: int | None = flag(None, "batches per evaluation (default: all)", minimum=1)
+    eval_iters: int | None = flag(None, "global batches per evaluation (default: all samples)", minimum=1)
     save_interval: Interval | None = flag(
         None,
         "interval between checkpoints, in the same units and with the same default",

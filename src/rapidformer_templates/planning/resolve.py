@@ -105,7 +105,7 @@ def _engine(request: Request) -> str:
 
 
 def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
-    notes = [*request.config.replaced, *request.config.chosen]
+    notes = [*request.environment.notes, *request.config.replaced, *request.config.chosen]
     notes += [note for switch in request.active.values() for note in switch.notes(request)]
     notes += [finding.message for finding in registry.noted(request)]
     micro = request.sizes.micro_batch

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import SGD
 from transformers import PreTrainedModel
 
 from rapidformer_templates.data.loader import load, to_device
@@ -23,7 +24,7 @@ from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
 from rapidformer_templates.engines.loss import notes_about
-from rapidformer_templates.engines.recipe import FirstUses, depths_of, undecayed
+from rapidformer_templates.engines.recipe import FirstUses, OptimizerSpec, depths_of, undecayed
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError, DataError, ModelError
 from rapidformer_templates.models.adapters import new_modules_of
@@ -47,6 +48,9 @@ from rapidformer_templates.system.process_state import (
 )
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import set_group_timeouts
+
+NO_UPDATES = OptimizerSpec(SGD, {"lr": 0.0})
+"""The recipe of a run that does not train."""
 
 
 def choose_allocation(plan: Plan) -> None:
@@ -124,7 +128,7 @@ def _set_up(run: Run, engine: Engine) -> None:
                 say(workers, f"note       the folder lacks {', '.join(new)}: they begin with random values")
         groups = OPTIMIZERS[plan.optimizer].groups
         run.parameter_groups = load_object(groups)(model) if groups else undecayed
-        if training.layerwise_lr_decay is not None:
+        if training.layerwise_lr_decay is not None and run.trains:
             run.depths = depths_of(model, _parameters_by_use(run, model))
 
         # 2. The transforms of the switches.
@@ -136,10 +140,10 @@ def _set_up(run: Run, engine: Engine) -> None:
 
         # 3. The engine. It wraps or shards the model, and then builds the optimizer.
         run.built = assembly.model
-        recipe = checked_optimizer(run.hooks.build_optimizer())
+        recipe = checked_optimizer(run.hooks.build_optimizer()) if run.trains else NO_UPDATES
         run.peak_lr = float(recipe.kwargs.get("lr", 0.0))
         engine.setup(assembly, recipe, run.hooks.compute_loss)
-        if training.ema_decay is not None:
+        if training.ema_decay is not None and run.trains:
             engine.keep_average(training.ema_decay)
         run.engine = engine
 

@@ -31,7 +31,7 @@ from rapidformer_templates.run import configure
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.lock import try_folder
 from rapidformer_templates.run.push_to_hub import check_push, create_repository
-from rapidformer_templates.run.scripts import is_planning
+from rapidformer_templates.run.scripts import ScriptArguments
 from rapidformer_templates.system.launch import is_script, is_worker
 
 
@@ -119,13 +119,13 @@ def refuse_mistakes_of_script(script: str, argv: Sequence[str]) -> None:
 
 def exit_on_mistakes_of_program() -> None:
     """End the running script if its flags have mistakes: see :func:`refuse_mistakes_of_script`."""
-    if is_worker() or not is_script():
+    if not is_script() or isinstance(sys.argv, ScriptArguments):  # the command has checked those
         return
     try:
+        if is_worker():
+            return
         refuse_mistakes_of_script(sys.argv[0], sys.argv[1:])
     except ConfigError as error:
-        if is_planning():
-            raise  # the command that inspects this script reports it
         print(error.render(), file=sys.stderr)
         raise SystemExit(error.exit_status) from None
 

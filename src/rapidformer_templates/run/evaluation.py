@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
 from rapidformer_templates.data.types import SampleSet
 from rapidformer_templates.engines.side_effects import evaluating
+from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.metrics import metric_name, metrics_of
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.run.run import Run
@@ -20,7 +21,7 @@ class Evaluator:
 
     Args:
         samples: the data set.
-        limit: number of batches per evaluation (micro batch × ranks samples each). None means all.
+        limit: number of samples per evaluation. None means all.
         name: name of the set. Its metrics are reported as ``NAME/metric``, or without a prefix if the name is empty.
         part: name under which the task knows the set, if it differs.
     """
@@ -32,7 +33,7 @@ class Evaluator:
         self.name = name
         self.part = name if part is None else part
         sizes = run.plan.sizes
-        self.size = min(len(samples), limit * sizes.micro_batch * sizes.data) if limit else len(samples)
+        self.size = min(len(samples), limit) if limit else len(samples)
         self._requests = eval_requests(
             sample_lengths(samples, run.data, training=False),
             self.size,
@@ -106,11 +107,19 @@ class Evaluator:
 
 
 class Validation:
-    """Evaluates the engine's model on each validation set of the run, one after another."""
+    """Evaluates the engine's model on each validation set of the run, one after another.
 
-    def __init__(self, run: Run) -> None:
-        limit, sets = run.config.training.eval_iters, run.data.validation_sets()
+    Args:
+        test: evaluate the test part instead, without a prefix in the names of the metrics.
+        limit: number of samples of each set. By default ``--eval-iters`` global batches, which no layout changes.
+    """
+
+    def __init__(self, run: Run, *, test: bool = False, limit: int | None = None) -> None:
+        limit = limit or (run.config.training.eval_iters or 0) * run.plan.sizes.global_batch
+        sets = run.data.validation_sets()
         self.evaluators = [Evaluator(run, samples, limit, name) for name, samples in sets.items()]
+        if test:
+            self.evaluators = [Evaluator(run, run.data.test, part=TEST)] if run.data.test is not None else []
 
     @property
     def share(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -89,6 +89,29 @@ def describe_model(run: Run, folder: Path) -> None:
         write_json(temporary / DESCRIPTION, {"hooks": overridden_hooks(type(run.hooks)), "decisions": decisions})
 
 
+class ExportedWeights:
+    """Reads the weights of a checkpoint that its export has: the averages, if the run keeps any.
+
+    Args:
+        checkpoint: folder of a checkpoint that any engine has written.
+        averages: whether the run keeps averages of its weights.
+    """
+
+    def __init__(self, checkpoint: Path, *, averages: bool) -> None:
+        self.reader, self._averages = Reader(checkpoint), averages
+
+    def names(self, kind: str) -> dict[str, tuple[int, ...]]:
+        return self.reader.names("weights") if kind == "weights" else {}
+
+    def read(self, kind: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return self.reader.read(*self.source(name), offset, shape)
+
+    def source(self, name: str) -> tuple[str, str]:
+        """Return the kind and the name in the checkpoint of a weight."""
+        average = average_of(name) if self._averages else ""
+        return ("optimizer", average) if average in self.reader.names("optimizer") else ("weights", name)
+
+
 def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averages: bool) -> None:
     """Write what the run would have exported at a checkpoint. Any engine may have written it.
 
@@ -100,7 +123,8 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
         CheckpointError: a file cannot be read.
         ModelError: the model has adapters, and its class is not from transformers.
     """
-    reader = Reader(checkpoint)
+    exported = ExportedWeights(checkpoint, averages=averages)
+    reader = exported.reader
     with new_folder(folder) as temporary, TensorFiles(temporary) as files:
         assembly = _skeleton(described)
         # Copies the tokenizer. Files that belong to the weights are overwritten with them.
@@ -108,8 +132,7 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
         # A tensor that the checkpoint has in one piece stays in the file of the checkpoint. Others are put together.
         weights = {}
         for name, shape in reader.names("weights").items():
-            average = average_of(name) if averages else ""
-            source = ("optimizer", average) if average in reader.names("optimizer") else ("weights", name)
+            source = exported.source(name)
             mapped = reader.mapped(*source) if 0 not in shape else None  # empty tensors of a file look like tied ones
             if mapped is None:
                 weights[name] = files.store(reader.read(*source, (0,) * len(shape), shape))

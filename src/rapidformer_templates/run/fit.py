@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.data.text.bad_lines import describe_skipped
 from rapidformer_templates.data.types import Endless
-from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.errors import ConfigError, DataError, Interrupted
 from rapidformer_templates.models.model_files import check_not_quantized
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import check_data_flags
@@ -26,7 +26,7 @@ from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import show_plan, show_results, summarise
 from rapidformer_templates.run.early_checks import check_folder, check_metric
 from rapidformer_templates.run.evaluation import Evaluator, Validation
-from rapidformer_templates.run.export import describe_model, export_model
+from rapidformer_templates.run.export import ExportedWeights, describe_model, export_model
 from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.hooks import checked_schedule, restore_callbacks
 from rapidformer_templates.run.lock import lock_folder
@@ -40,7 +40,7 @@ from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_numbers
 from rapidformer_templates.run.run import Run, Template, begin_run
-from rapidformer_templates.run.saving import Checkpoints, restore_run, show_changes
+from rapidformer_templates.run.saving import Checkpoints, load_exported, restore_run, show_changes
 from rapidformer_templates.run.scripts import (
     overridden_hooks,
     record_outcome,
@@ -68,14 +68,14 @@ from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
 from rapidformer_templates.system.workers import Workers, join
 
 AfterTraining = Callable[[Run], None]
-"""Takes the trained run. It is called while all workers are still connected."""
+"""Takes the trained run, also if it was stopped or has failed. It is called while all workers are still connected."""
 
 
 def fit(template: Template, then: AfterTraining | None = None) -> Summary:
     """Check what can be checked, start local workers if requested, and train.
 
     Args:
-        then: called after training if this process trains alone.
+        then: called after training if this process trains alone, also if the training ends with an error.
     """
     name, flags = type(template).__qualname__, dict(template.config.items())
     count, port = template.config.launch.nproc_per_node or 1, template.config.launch.master_port
@@ -209,30 +209,42 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
             yield folder
 
 
-def evaluate(template: Template, reference: Callable[[], nn.Module] | None = None) -> dict[str, float]:
+def evaluate(
+    template: Template,
+    reference: Callable[[], nn.Module] | None = None,
+    *,
+    test: bool = False,
+    limit: int | None = None,
+    weights: ExportedWeights | None = None,
+) -> dict[str, float]:
     """Evaluate the template's model on its validation data without training. Call it on every worker.
 
     Args:
         reference: builds the reference model for preferences. None builds a model like the template's.
+        test: evaluate the test part instead.
+        limit: number of samples of each validation set. None means all.
+        weights: the weights of the model. None keeps those of ``build_model``.
 
     Returns:
         The metrics that an evaluation writes to ``metrics.jsonl``, the same on every worker.
 
     Raises:
-        DataError: there is no validation data.
+        DataError: there is no such data.
     """
     config, plan = template.config, template.plan
     with (
         join(plan.device, plan.sizes) as workers,
         out_of_memory.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
     ):
-        run = begin_run(template, workers)
+        run = begin_run(template, workers, trains=False)
         build_data(run)
         build_engine(run, reference)
-        if not run.data.validation_sets():
-            hint = "name data with --data-dir and --data-name"
-            raise DataError("there is no validation part to evaluate on", where="--data-name", hint=hint)
-        validation = Validation(run)
+        if weights:
+            load_exported(run, weights)
+        validation = Validation(run, test=test, limit=limit)
+        if not validation.evaluators:
+            name, hint = "test" if test else "validation", "name data with --data-dir and --data-name"
+            raise DataError(f"there is no {name} part to evaluate on", where="--data-name", hint=hint)
         with ProgressBar("evaluating", validation.share, show=workers.is_main) as bar:
             return validation.evaluate(lambda count: bar.advance(count, lambda: ""))
 
@@ -277,14 +289,34 @@ def train(run: Run, stop: StopRequest, then: AfterTraining | None = None) -> Sum
         reason = f" (stopped early {loop.early_stop_reason})" if loop.early_stop_reason else ""
         say(workers, f"nothing is left to train: {run.position.step:,} of {loop.total:,} steps are done{reason}")
     with closing(loop.log):
-        with stop.loop(saves=folder is not None), loop.log.progress:
+        with stop.loop(saves=folder is not None), loop.log.progress, _called_on_error(then, run, Interrupted):
             metrics = loop.train(stop)
 
         # 5. Best weights, test metrics, export, summary.
-        summary = _finish(loop, metrics)
+        with _called_on_error(then, run):
+            summary = _finish(loop, metrics)
         if then:
             then(run)
         return summary
+
+
+@contextmanager
+def _called_on_error(then: AfterTraining | None, run: Run, *agreed: type[BaseException]) -> Iterator[None]:
+    """Call ``then`` if the code inside fails: its model has the weights of the last step.
+
+    Args:
+        agreed: errors that all workers raise together. After another one, only a single worker has whole weights.
+    """
+    try:
+        yield
+    except (Exception, Interrupted) as error:
+        if then and (run.workers.world == 1 or isinstance(error, agreed)):
+            run.watch.enter(EXPORT, run.position.step)
+            try:
+                then(run)
+            except Exception as other:  # such as that of a device that has failed
+                error.add_note(f"The weights of the last step are lost: {other}")
+        raise
 
 
 def _build_loop(run: Run, metric: BestMetric | None) -> Loop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from rapidformer_templates.data.finetuning.tables import DataPart, LoadedDataset
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import eval_requests, load
 from rapidformer_templates.data.tasks.base import Task
-from rapidformer_templates.data.types import kind_of
+from rapidformer_templates.data.types import Data, kind_of
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.planning.registry import REGISTRY
@@ -35,6 +37,7 @@ from rapidformer_templates.run.predictions import (
 )
 from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.run import Run, Template, begin_run
+from rapidformer_templates.run.saved_model import exported_model
 from rapidformer_templates.run.step_errors import locate_index_errors
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import kept_process_state
@@ -65,8 +68,8 @@ def build_single_process(template: Template, weights: Weights | None) -> Run:
         weights: trained weights. None keeps those of ``build_model``.
 
     Raises:
-        ConfigError: this process is a worker. Or the reference was precomputed and not stored, and is not the model as
-            built.
+        ConfigError: this process is a worker, or there is no such device. Or the reference was precomputed and not
+            stored, and is not the model as built.
     """
     if launch.is_worker():
         raise ConfigError(
@@ -75,9 +78,15 @@ def build_single_process(template: Template, weights: Weights | None) -> Run:
             hint="evaluate and predict in a program of one process, or with rapidformer evaluate and predict",
         )
     with kept_process_state(), _single_process_plan(template):
-        workers = Workers(rank=0, local_rank=0, world=1, device=accelerator.device_of(template.plan.device, 0))
-        run = begin_run(template, workers)
-        build_data(run)
+        device = template.plan.device
+        if not accelerator.is_available(device):
+            raise ConfigError(no_device(device), where=template.config.origin("device"))
+        workers = Workers(rank=0, local_rank=0, world=1, device=accelerator.device_of(device, 0))
+        run = begin_run(template, workers, trains=False)
+        if template.reads_task_data and not template.config.data.is_named:
+            _use_trained_task(run)
+        else:
+            build_data(run)
         build_engine(run)
         precomputed = precomputed_reference(run)
         if precomputed is not None:
@@ -97,6 +106,14 @@ def build_single_process(template: Template, weights: Weights | None) -> Run:
     return run
 
 
+def _use_trained_task(run: Run) -> None:
+    """Use the task without any data: the model is trained, and its folder knows the labels and columns."""
+    folder, run.task = run.config.model.pretrained_model_name_or_path, run.hooks.task
+    if not run.task.is_trained:
+        run.task.load_label_state(exported_model(Path(folder)).decisions(run.task.name) if folder else {})
+    run.data, run.hooks.uses_task, run.hooks.tokenizer = Data(train=None), True, run.task.tokenizer
+
+
 def evaluate(template: Template, run: Run, data: Any = None) -> dict[str, float]:
     """Evaluate a model on the validation data, or on other data.
 
@@ -106,13 +123,14 @@ def evaluate(template: Template, run: Run, data: Any = None) -> dict[str, float]
     Raises:
         DataError: there is no data, or a row cannot be used.
     """
-    task: Task | None = None  # replaces the template's task
+    own = run.task, run.data
     samples: Any
     part, data = "", rows_of_frame(data)
     if data is None:
         samples = run.data.validation_sets()
     elif run.task and _has_columns(data):
-        task, samples = _read_rows(run.task, data)
+        own = _read_rows(run.task, data)
+        samples = own[1].valid
     else:
         samples, part = data, _part_of(run, data)
     if not hasattr(samples, "__len__") and samples is not None:
@@ -127,22 +145,22 @@ def evaluate(template: Template, run: Run, data: Any = None) -> dict[str, float]
     with kept_process_state(), _single_process_plan(template):
         if data is None:
             return Validation(run).evaluate()
-        with _task_of(template, run, task or run.task):
+        with _used(template, run, *own):
             return Evaluator(run, samples, part=part).evaluate()
 
 
 @contextmanager
-def _task_of(template: Template, run: Run, task: Task | None) -> Iterator[None]:
-    """Use a task for other data inside the context, also in the hooks."""
-    before = run.task
-    if task is before:
+def _used(template: Template, run: Run, task: Task | None, data: Data) -> Iterator[None]:
+    """Use other data and the task for them inside the context, also in the hooks."""
+    before = run.task, run.data
+    if task is run.task:
         yield
         return
-    run.task = vars(template)["task"] = task
+    run.task, run.data = vars(template)["task"], _ = task, data
     try:
         yield
     finally:
-        run.task = vars(template)["task"] = before
+        run.task, run.data = vars(template)["task"], _ = before
 
 
 def predict(template: Template, run: Run, samples: Any, batch_size: int, generation: Generation) -> Any:
@@ -208,8 +226,8 @@ def _has_columns(data: object) -> bool:
     return isinstance(data, list | tuple) and all(isinstance(row, Mapping) for row in data)
 
 
-def _read_rows(task: Task, data: Any) -> tuple[Task, Any]:
-    """Read rows in memory like those of a task's files. Returns (a task for these rows, its samples).
+def _read_rows(task: Task, data: Any) -> tuple[Task, Data]:
+    """Read rows in memory like those of a task's files. Returns (a task for these rows, its data).
 
     Raises:
         DataError: a row cannot be used, or the task learns from a corpus, which has no rows.
@@ -225,14 +243,14 @@ def _read_rows(task: Task, data: Any) -> tuple[Task, Any]:
         return own_task.unread_rows(part)
 
     own_task.read_rows = read_rows  # type: ignore[method-assign]
-    samples = own_task.read_data().valid
+    own_data = own_task.read_data()
     if not read_parts:
         raise DataError(
             f"--task {task.name} learns from a corpus, which has no rows",
             where="evaluate()",
             hint="pass a data set like Data.valid, or evaluate without data",
         )
-    return own_task, samples
+    return own_task, own_data
 
 
 def _part_of(run: Run, data: object) -> str:
@@ -260,7 +278,7 @@ def _single_process_plan(template: Template) -> Iterator[None]:
     attributes["plan"] = Plan(
         template=plan.template,
         switches=tuple(name for name in plan.switches if REGISTRY[name].exported),
-        sizes=Sizes(micro_batch=plan.sizes.micro_batch, global_batch=plan.sizes.micro_batch),
+        sizes=Sizes(micro_batch=plan.sizes.micro_batch, global_batch=plan.sizes.global_batch),
         device=plan.device,
         precision=plan.precision,
         values=plan.values,

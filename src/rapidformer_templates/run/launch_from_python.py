@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 
@@ -32,20 +32,32 @@ from rapidformer_templates.system import launch
 from rapidformer_templates.system.private_folders import check_private, private, private_folder, write_private
 from rapidformer_templates.system.tensor_files import TensorFiles
 
-RUN_ATTRIBUTES = ("_run", "_model", "_model_run", "_local_run", "_weights", "_trained_in_workers", "task")
+RUN_ATTRIBUTES = (
+    "_run",
+    "_model",
+    "_model_run",
+    "_local_run",
+    "_weights",
+    "_missing",
+    "_plan_without_training",
+    "task",
+)
 """Attributes of a template that each run creates again."""
 
-TEMPLATE, OUTCOME, WEIGHTS = "template.pickle", "outcome.json", "weights.pt"
+TEMPLATE, SUMMARY, CALLBACKS, WEIGHTS = "template.pickle", "summary.json", "callbacks.json", "weights.pt"
 
 
-def fit(template: Template) -> tuple[Summary, Weights]:
-    """Train a template in new workers. Returns the summary and the full weights. Callbacks get the state of rank 0.
+def fit(template: Template, keep: Callable[[Weights], None]) -> Summary:
+    """Train a template in new workers, and return the summary. Callbacks get the state of rank 0.
+
+    Args:
+        keep: takes the full weights, also those of a run that was stopped.
 
     Raises:
         ConfigError: something in the template cannot be sent. The error names it.
+        Interrupted: the run was asked to stop.
         Exception: the exception of a worker, with its stack as a note.
     """
-    trained: list[Weights] = []
 
     def train() -> Summary:
         variables, resumes = check_before_workers(template)
@@ -60,19 +72,20 @@ def fit(template: Template) -> tuple[Summary, Weights]:
                     launch.run_workers(command, count, port, variables, resumes, shown=not launch.is_script())
                 except ReportedError as report:
                     raise _worker_error(folder, report) from None
-                if not (folder / OUTCOME).exists():
+                finally:
+                    if (folder / WEIGHTS).exists():
+                        load_callback_states(template.callbacks, json.loads((folder / CALLBACKS).read_text("utf-8")))
+                        check_private(folder / WEIGHTS)
+                        keep(torch.load(folder / WEIGHTS, weights_only=True, mmap=True))
+                if not (folder / SUMMARY).exists():
                     hint = "one of your hooks may have called sys.exit()"
                     raise WorkerFailed("the workers ended without a result", hint=hint)
-                outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
-                load_callback_states(template.callbacks, outcome["callbacks"])
-                check_private(folder / WEIGHTS)
-                trained.append(torch.load(folder / WEIGHTS, weights_only=True, mmap=True))
-                summary: Summary = outcome["summary"]
+                summary: Summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
             return summary
 
         return run_with_restarts(template, attempt)
 
-    return record_outcome(train), trained[0]
+    return record_outcome(train)
 
 
 def _pickled(template: Template, changed: Flags) -> bytes:
@@ -152,8 +165,10 @@ def main(folder: Path) -> None:
         with TensorFiles(folder) as files:
             weights = copied_weights(run.engine, files.store)
             if run.workers.is_main:
-                with open(folder / WEIGHTS, "wb", opener=private) as file:
+                write_private(folder / CALLBACKS, json.dumps(states_of(run.callbacks)).encode())
+                with open(folder / f"{WEIGHTS}.tmp", "wb", opener=private) as file:
                     torch.save(weights, file)
+                (folder / f"{WEIGHTS}.tmp").rename(folder / WEIGHTS)  # a second request may end this process earlier
 
     def train() -> None:
         try:
@@ -168,8 +183,7 @@ def main(folder: Path) -> None:
                 file.unlink(missing_ok=True)
             raise
         if rank == "0":
-            outcome = {"summary": summary, "callbacks": states_of(template.callbacks)}
-            write_private(folder / OUTCOME, json.dumps(outcome).encode())
+            write_private(folder / SUMMARY, json.dumps(summary).encode())
 
     launch.report_errors(train)
 

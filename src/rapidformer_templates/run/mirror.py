@@ -3,13 +3,16 @@
 The storage is any of fsspec, such as ``s3://bucket/run``. A thread of the main worker copies each finished checkpoint.
 ``manifest.json`` is the last file of a checkpoint that is written, and the first that is deleted. A checkpoint without
 it does not count. The checksums in it are verified after a download. An error never ends the training: it is reported,
-and the copy is tried again.
+and the copy is tried again. ``mirror.json`` names the run that copies. If another run has written it since, this one
+stops to copy, because storage has no locks.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import CheckpointError, ConfigError, RapidformerError
 from rapidformer_templates.planning.flags import TrainingFlags
-from rapidformer_templates.run.checkpoint.check import problem_of
+from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of
 from rapidformer_templates.run.checkpoint.format import candidates, step_of
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.system import files as storage
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 POLL_SECONDS = 2.0
 """Seconds between two looks for a new checkpoint."""
 
+CLAIM_SECONDS = 2.0
+"""Pause after which a run checks that it is the only one that has begun to copy to the URL."""
+
 MAX_PAUSE_SECONDS = 300.0
 """Longest pause before a copy that has failed is tried again. The first one is a second, and each is twice the last."""
 
@@ -40,7 +46,12 @@ MANIFEST = "manifest.json"
 WITH_CHECKPOINTS = ("plan.json", "reference.safetensors", "metrics.jsonl")
 """Files that a resumed run needs in addition to a checkpoint."""
 
+OWNER = "mirror.json"
+"""File under the URL with the token of the run that copies there."""
+
 AT_END = ("deepspeed.json", "summary.json", "curves.png", "model", "export")
+OF_A_RUN = {"checkpoints", *WITH_CHECKPOINTS, *AT_END}
+"""The files and folders of a run under the URL."""
 
 
 class Mirror:
@@ -49,7 +60,7 @@ class Mirror:
     Args:
         resumes: whether the run continues the one in its folder or under the URL. Otherwise the checkpoints that are
             in the folder now belong to a run that will be overwritten, and are not copied.
-        overwrites: whether to delete another run's checkpoints under the URL before the first copy.
+        overwrites: whether to delete another run's files under the URL before the first copy.
     """
 
     def __init__(self, url: str, folder: RunFolder, workers: Workers, *, resumes: bool, overwrites: bool) -> None:
@@ -61,6 +72,8 @@ class Mirror:
         if not resumes:
             self._others = self._local()
         self._copied: dict[str, int] = {}
+        self._token = json.dumps({"host": socket.gethostname(), "run": secrets.token_hex(16)}).encode()
+        self._is_owner: bool | None = None  # None: nothing is copied yet. False: another run copies there
         self._damaged: set[str] = set()
         """The checkpoints under the URL that are complete but not intact."""
         self._is_ending = threading.Event()
@@ -85,6 +98,9 @@ class Mirror:
                 self._copy_files((*WITH_CHECKPOINTS, *AT_END))
             except Exception as error:
                 problem = _reason(error)
+                if isinstance(error, ConfigError):
+                    say(self._workers, f"{error.message}: this one is only in {self._folder.path}", loud=True)
+                    return
             else:
                 say(self._workers, f"the run is copied to {self.url}")
                 return
@@ -101,6 +117,9 @@ class Mirror:
             try:
                 self._copy()
                 pause = 1.0
+            except ConfigError as error:
+                say(self._workers, f"{error.message}: this run is not copied any more", loud=True)
+                return
             except Exception as error:  # each kind of storage has its own
                 problem = f"copying to {self.url} failed: {_reason(error)}"
                 say(self._workers, f"{problem}; trying again in {pause:g} s", loud=True)
@@ -122,12 +141,8 @@ class Mirror:
         if not local:
             return
         target, root = self._open()
+        self._check_owner(target, root)
         remote_files = _checkpoints(target, root)
-        if remote_files and not self._resumes and not self._copied:
-            if not self._overwrites:
-                raise _other_run(self.url)
-            target.rm(f"{root}/checkpoints", recursive=True)
-            remote_files = {}
         self._copy_files(WITH_CHECKPOINTS)
         for name in local:
             self._copy_checkpoint(target, f"{root}/checkpoints/{name}", name, remote_files.get(name, {}))
@@ -165,16 +180,43 @@ class Mirror:
             if source.exists():  # otherwise the run has deleted it in the meantime
                 raise
 
+    def _check_owner(self, target: AbstractFileSystem, root: str) -> None:
+        """Make this run the one that copies to the URL, before its first copy. Later, check that it still is.
+
+        If several runs begin at once, the last one that writes its token copies. The pause lets the others see it
+        before they write anything else.
+
+        Raises:
+            ConfigError: another run copies there.
+        """
+        begins = self._is_owner is None
+        if begins:
+            if _checkpoints(target, root) and not (self._resumes or self._overwrites):
+                raise _other_run(self.url)
+            target.makedirs(root, exist_ok=True)
+            target.pipe_file(f"{root}/{OWNER}", self._token)
+            time.sleep(CLAIM_SECONDS)
+        self._is_owner = self._is_owner is not False and target.cat_file(f"{root}/{OWNER}") == self._token
+        if not self._is_owner:
+            raise _other_run(self.url)
+        if begins and self._overwrites:
+            for name in {entry["name"].rstrip("/").rpartition("/")[2] for entry in _entries(target, root)} & OF_A_RUN:
+                target.rm(f"{root}/{name}", recursive=True)
+            target.invalidate_cache()
+
     def _copy_files(self, names: tuple[str, ...]) -> None:
+        """Copy files and folders. Other files in the copies of the folders are deleted: an earlier export had them."""
         target, root = self._open()
         for name in names:
             path = self._folder.path / name
             inner = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-            for file in inner:
+            remotes = {f"{root}/{file.relative_to(self._folder.path).as_posix()}": file for file in inner}
+            for remote, file in remotes.items():
                 if file.exists():
-                    remote = f"{root}/{file.relative_to(self._folder.path).as_posix()}"
                     target.makedirs(remote.rpartition("/")[0], exist_ok=True)
                     target.put_file(str(file), remote)
+            for other in set(_files(target, f"{root}/{name}")) - remotes.keys() if path.is_dir() else ():
+                target.rm_file(other)
 
     # Fetch.
 
@@ -237,6 +279,7 @@ class Mirror:
                     target.get_file(f"{root}/{file}", f"{path}.tmp")
                     Path(f"{path}.tmp").rename(path)
         for step_name in names:
+            shutil.rmtree(self._folder.checkpoints / step_name, ignore_errors=True)  # a damaged one
             (self._folder.checkpoints / f"{step_name}.tmp").rename(self._folder.checkpoints / step_name)
         sync(self._folder.checkpoints)
         say(self._workers, f"fetched {' and '.join(names)} from {self.url}")
@@ -287,13 +330,23 @@ def _entries(target: AbstractFileSystem, path: str) -> list[dict[str, Any]]:
     return entries
 
 
+def _files(target: AbstractFileSystem, folder: str) -> Iterator[str]:
+    """Yield the paths of all files in a folder and its folders."""
+    target.invalidate_cache()
+    for entry in _entries(target, folder):
+        if entry["type"] == "directory":
+            yield from _files(target, entry["name"])
+        else:
+            yield entry["name"]
+
+
 def _step_of_name(name: str) -> int:
     return step_of(Path(name))
 
 
 def _other_run(url: str) -> ConfigError:
     return ConfigError(
-        f"{url} already holds the checkpoints of a run",
+        f"{url} holds the checkpoints of another run",
         where="--mirror",
         hint="--resume continues it, --overwrite deletes them, another --mirror leaves them alone",
     )
@@ -305,7 +358,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def mirrored(training: TrainingFlags, folder: RunFolder, workers: Workers) -> Iterator[None]:
-    """Copy the run to ``--mirror`` inside the context. First fetch it from there if ``--resume`` has nothing here.
+    """Copy the run to ``--mirror`` inside the context. First fetch it from there if nothing here can be resumed.
 
     Raises:
         ConfigError, CheckpointError: see :meth:`Mirror.refuse_other_run` and :meth:`Mirror.fetch`. Raised on all ranks.
@@ -314,10 +367,11 @@ def mirrored(training: TrainingFlags, folder: RunFolder, workers: Workers) -> It
         yield
         return
     mirror, problem = None, None
+    newest = newest_complete(folder.checkpoints, workers)[0] if training.resume else None
     if workers.is_main:
         mirror = Mirror(training.mirror, folder, workers, resumes=training.resume, overwrites=training.overwrite)
         try:
-            if training.resume and not candidates(folder.checkpoints):
+            if training.resume and newest is None:
                 mirror.fetch()
             elif not training.resume and not training.overwrite:
                 mirror.refuse_other_run()

@@ -99,6 +99,7 @@ class Run:
         callbacks: objects that are called after the template's own callbacks.
         workers: this process and its peers.
         folder: the run folder. None without ``--save``.
+        trains: False if the model is only evaluated, so that it needs no optimizer.
         has_values: False if the run is only planned, and tensors have no data.
         stop_reason: the reason that a hook called ``stop`` with, or None.
         watch: knows the phase of this worker, and finds workers that make no progress.
@@ -123,6 +124,7 @@ class Run:
     callbacks: tuple[Callback, ...]
     workers: Workers
     folder: RunFolder | None = None
+    trains: bool = True
     has_values: bool = True
     stop_reason: str | None = None
 
@@ -197,8 +199,8 @@ class Template(Hooks, Protocol):
     def run_begins(self, run: Run) -> None: ...
 
 
-def begin_run(template: Template, workers: Workers, folder: RunFolder | None = None) -> Run:
+def begin_run(template: Template, workers: Workers, folder: RunFolder | None = None, *, trains: bool = True) -> Run:
     """Return a run of a template on this worker. The template's hooks use the data and the model of this run."""
-    run = Run(template.plan, template.config, template, template.callbacks, workers, folder)
+    run = Run(template.plan, template.config, template, template.callbacks, workers, folder, trains)
     template.run_begins(run)
     return run

@@ -6,7 +6,7 @@ Functions that only inspect the folder import no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -82,6 +82,18 @@ class SavedModel:
             run_values["task"] = (_task_of(self.folder), "the folder")
         return REGISTRY.merge_files(parse([], REGISTRY.options(), user=user, in_code={**run_values, **now}))
 
+    @property
+    def evaluated_samples(self) -> int | None:
+        """Number of samples of each validation set in an evaluation of the run. None means all."""
+        iterations, _ = self.values.get("eval_iters", (None, ""))
+        if self.run is None or not isinstance(iterations, int):
+            return None
+        try:
+            plan = json.loads((self.run / "plan.json").read_text(encoding="utf-8"))
+            return iterations * int(plan["sizes"]["global_batch"])
+        except JSON_ERRORS as error:
+            raise ConfigError(f"{self.run / 'plan.json'} cannot be read: {error}", where="RUN") from error
+
     def decisions(self, task: str | None) -> dict[str, Any]:
         """Return what the data of the run has decided. Empty if the model is used for another task."""
         is_of_task = self.values.get("task", (None, ""))[0] == task
@@ -126,15 +138,23 @@ def find_saved(path: str | Path) -> SavedModel:
     if not config_file(folder).is_file():
         hint = "name the --save folder of a run, or a transformers folder with config.json and its weights"
         raise ConfigError(f"{folder} is neither a run folder nor a model", where="RUN", hint=hint)
+    return exported_model(folder)
+
+
+def exported_model(folder: Path) -> SavedModel:
+    """Return a model in a folder of transformers. ``RUN/export`` and ``RUN/merged`` belong to the run around them."""
     parent = folder.resolve().parent
-    run_of = parent if (parent / "plan.json").is_file() else None  # RUN/export and RUN/merged also belong to the run
+    run_of = parent if (parent / "plan.json").is_file() else None
     return SavedModel(folder, run_of, values_of(run_of) if run_of else {})
 
 
-def values_of(run: Path) -> dict[str, tuple[object, str]]:
-    """Return the flags of a run by field name, each with its origin, but not those that the user's script declares.
+def values_of(run: Path, kinds: Iterable[type] | None = None) -> dict[str, tuple[object, str]]:
+    """Return the flags of a run by field name, each with its origin.
 
-    Flags that only the command line may set are also left out, because anyone can have written the file.
+    Flags that only the command line may set are left out, because anyone can have written the file.
+
+    Args:
+        kinds: dataclasses of flags. The default leaves out those that the user's script declares.
 
     Raises:
         ConfigError: the plan of the run cannot be read.
@@ -144,7 +164,7 @@ def values_of(run: Path) -> dict[str, tuple[object, str]]:
         named = {n.removeprefix("--").replace("-", "_"): (v["value"], v["origin"]) for n, v in values.items()}
     except JSON_ERRORS as error:
         raise ConfigError(f"{run / 'plan.json'} cannot be read: {error}", where="RUN") from error
-    known = settable_by_files(parse([], REGISTRY.options()).kinds())
+    known = settable_by_files(kinds or parse([], REGISTRY.options()).kinds())
     return {name: value for name, value in named.items() if name in known}
 
 

@@ -21,6 +21,7 @@ from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
+from rapidformer_templates.run.export import ExportedWeights
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import states_of
 from rapidformer_templates.run.log import Log
@@ -129,6 +130,17 @@ class Checkpoints:
             step = checkpoint.step_of(path)
             self.log.progress.saved(step, path)
             self.run.notify("on_checkpoint", step, path)
+
+
+def load_exported(run: Run, weights: ExportedWeights) -> None:
+    """Load the weights that a checkpoint's export has into the model of a run.
+
+    Raises:
+        CheckpointError: they do not fit the model, or the base of adapters has changed.
+    """
+    base = run.engine.assembly.base
+    check_base(weights.reader, base.identity if base else None)
+    run.engine.load(weights, optimizer=False)
 
 
 def restore_run(run: Run) -> Position:

@@ -27,7 +27,15 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
-from rapidformer_templates.errors import ConfigError, RapidformerError, ReportedError, WorkerFailed, alike
+from rapidformer_templates.errors import (
+    ConfigError,
+    Explained,
+    Interrupted,
+    RapidformerError,
+    ReportedError,
+    WorkerFailed,
+    alike,
+)
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.system import launch
@@ -250,8 +258,55 @@ def is_planning() -> bool:
     return _inspect is not None
 
 
+class ScriptArguments(list[str]):
+    """``sys.argv`` of a script that the command runs.
+
+    Attributes:
+        is_read: whether anything has read the words after the script's name.
+    """
+
+    is_read = False
+
+    def __getitem__(self, index: Any) -> Any:
+        self.is_read |= index != 0
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[str]:
+        self.is_read = True
+        return super().__iter__()
+
+    def __contains__(self, word: object) -> bool:
+        self.is_read = True
+        return super().__contains__(word)
+
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
+        return list, (self[:],)  # for processes that multiprocessing starts
+
+
+_is_used = False
+"""Whether the running script has used a template, so that its flags act."""
+
+
+def note_use() -> None:
+    """Note that the running script uses a template. ``evaluate``, ``predict``, ``fit`` and ``compose`` call this.
+
+    Raises:
+        ConfigError: the command has flags for the script, and the script has not read them.
+    """
+    global _is_used
+    _is_used = True
+    if isinstance(sys.argv, ScriptArguments) and len(sys.argv) > 1 and not sys.argv.is_read:
+        name = Path(sys.argv[0]).name
+        raise ConfigError(
+            f"{name} does not read its command line, so {sys.argv[1]} would have no effect",
+            where="--user-script",
+            hint="YourTemplate.main(…) reads it, and so does YourTemplate(sys.argv[1:], …).fit()",
+        )
+
+
 def intercept_for_planning(template: Template) -> None:
-    """Stop before training if the script is only inspected. ``fit`` calls this first."""
+    """Stop before training if the script is only inspected. ``fit`` and ``compose`` call this first."""
+    note_use()
     if _inspect is not None:
         raise _Captured(_inspect(template))
 
@@ -280,9 +335,27 @@ def run_script(script: str, argv: Sequence[str]) -> None:
     path = Path(script)
     if not path.is_file():
         raise ConfigError(f"the script {script} does not exist", where="--user-script")
-    sys.argv = [str(path), *argv]
+    sys.argv = ScriptArguments([str(path), *argv])
     sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(str(path), run_name="__main__")
+
+
+def train_script(script: str, argv: Sequence[str]) -> None:
+    """Run a script that must use a template, because the flags would have no effect without one.
+
+    Raises:
+        ConfigError: the file does not exist, or the script ends without using a template.
+        SystemExit: the script ends itself.
+    """
+    global _is_used
+    _is_used = False
+    try:
+        run_script(script, argv)
+    except SystemExit as end:
+        if end.code or _is_used:
+            raise
+    if not _is_used and CALL not in os.environ:  # otherwise the process that started this worker reports it
+        raise _without_training(script)
 
 
 def capture_template(script: str, argv: Sequence[str], inspect: Callable[[Template], T]) -> T:
@@ -299,7 +372,7 @@ def capture_template(script: str, argv: Sequence[str], inspect: Callable[[Templa
         SystemExit: the script ends itself with a nonzero exit status, after it has reported the reason.
     """
     global _inspect
-    name, argv_before, path_before = Path(script).name, sys.argv, list(sys.path)
+    argv_before, path_before = sys.argv, list(sys.path)
     _inspect = inspect
     try:
         with redirect_stdout(sys.stderr):
@@ -316,7 +389,12 @@ def capture_template(script: str, argv: Sequence[str], inspect: Callable[[Templa
     finally:
         _inspect = None
         sys.argv, sys.path[:] = argv_before, path_before
-    raise ConfigError(
+    raise _without_training(script)
+
+
+def _without_training(script: str) -> ConfigError:
+    name = Path(script).name
+    return ConfigError(
         f"{name} ended without training: nothing in it called main() or fit()",
         where="--user-script",
         hint=f"the last line of {name} must be YourTemplate.main()",
@@ -349,6 +427,7 @@ class Outcome(TypedDict, total=False):
     summary: Summary
     error: str
     status: int
+    interrupted: bool
 
 
 class Call(TypedDict):
@@ -373,9 +452,10 @@ def record_outcome(train: Callable[[], Summary]) -> Summary:
     """Run a call in the first process and record its result. Workers of later calls return the same result."""
     try:
         summary = train()
-    except Exception as error:
-        text = error.render() if isinstance(error, RapidformerError) else f"{type(error).__name__}: {error}"
-        _outcomes.append({"error": text, "status": getattr(error, "exit_status", 1)})
+    except (Exception, Interrupted) as error:
+        text = error.render() if isinstance(error, Explained) else f"{type(error).__name__}: {error}"
+        is_stop = isinstance(error, Interrupted)
+        _outcomes.append({"error": text, "status": getattr(error, "exit_status", 1), "interrupted": is_stop})
         raise
     _outcomes.append({"summary": summary})
     return summary
@@ -426,7 +506,7 @@ def train_in_this_worker(
         train: runs the training.
 
     Raises:
-        ReportedError: an earlier call, which has also failed in the first process.
+        Interrupted, ReportedError: an earlier call, which was also stopped or has failed in the first process.
     """
     if CALL not in os.environ:  # torchrun, not fit(), has started this worker
         return launch.report_errors(train)
@@ -437,6 +517,8 @@ def train_in_this_worker(
         outcome = call["outcomes"][number]
         _outcomes.append(outcome)
         if "error" in outcome:
+            if outcome["interrupted"]:
+                raise Interrupted(outcome["error"], saved=outcome["status"] == Interrupted.SAVED)
             raise ReportedError(outcome["error"], outcome["status"])
         return outcome["summary"]
 

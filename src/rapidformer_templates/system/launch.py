@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
 
-from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
+from rapidformer_templates.errors import ConfigError, Explained, Interrupted, ReportedError, WorkerFailed
+from rapidformer_templates.planning.environment import Launched, launched
 from rapidformer_templates.system import processes
 from rapidformer_templates.system.private_folders import private_folder, write_private
 from rapidformer_templates.system.processes import (
@@ -56,8 +57,17 @@ NOTICE_SECONDS = 5
 
 
 def is_worker() -> bool:
-    """Return whether torchrun or :func:`run_workers` started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Return whether torchrun or :func:`run_workers` started this process.
+
+    Raises:
+        ConfigError: see :func:`launched`.
+    """
+    return launched() is not None
+
+
+def is_first_worker() -> bool:
+    """Return whether this process is rank 0, or not a worker. It writes and prints for all."""
+    return (launched() or Launched()).rank == 0
 
 
 def run_workers(
@@ -212,14 +222,14 @@ def report_errors(body: Callable[[], T]) -> T:
     """
     try:
         return body()
-    except Exception as error:
+    except (Exception, Interrupted) as error:
         report_error(error)
 
 
-def report_error(error: Exception) -> NoReturn:
+def report_error(error: BaseException) -> NoReturn:
     """Report a worker's error as :func:`report_errors` does, and exit. Any thread may call this."""
     lost = 0
-    if isinstance(error, RapidformerError):
+    if isinstance(error, Explained):
         text, status, lost = error.render(), error.exit_status, error.lost_workers
     else:
         text, status = "".join(traceback.format_exception(error)).rstrip(), 1
@@ -242,7 +252,7 @@ def report_uncaught() -> None:
     """Report errors that end this worker as :func:`report_errors` does, for workers whose body is not wrapped."""
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, (Exception, Interrupted)):
             report_error(error.with_traceback(trace))
         sys.__excepthook__(kind, error, trace)
 

@@ -19,7 +19,7 @@ import torch
 
 from rapidformer_templates.system import accelerator
 
-ENVIRONMENT = ("TOKENIZERS_PARALLELISM",)
+ENVIRONMENT = ("TOKENIZERS_PARALLELISM", "LOCAL_RANK")
 """Environment variables that a training sets."""
 
 

@@ -29,6 +29,7 @@ from types import FrameType
 from typing import TypedDict, TypeVar
 
 from rapidformer_templates.errors import Interrupted, WorkerFailed, WorkerHangs
+from rapidformer_templates.planning.environment import launched
 
 HandlerT = TypeVar("HandlerT", bound=Callable[[int, FrameType | None], None])
 
@@ -387,12 +388,12 @@ def joined() -> Iterator[None]:
         file.touch(0o600)
     try:
         yield
-    except Exception:
+    except (Exception, Interrupted):
         failed_at = time.time()
         raise
     except SystemExit as error:
         failed_at = time.time()
-        if "RANK" not in os.environ:
+        if launched() is None:
             raise
         caller = traceback.extract_tb(error.__traceback__)[-1]
         raise WorkerFailed(

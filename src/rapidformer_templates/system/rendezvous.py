@@ -35,11 +35,11 @@ def open_store(timeout: timedelta) -> TCPStore:
         ConfigError: a variable is missing.
         WorkerFailed: the address cannot be reached, its port is in use, or a worker does not come.
     """
-    try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError):
+    address, port_text = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    port = int(port_text) if port_text.isdecimal() else 0
+    if not address or port not in range(1, 2**16):
         hint = "start the workers with --nproc-per-node or torchrun, or set MASTER_ADDR and MASTER_PORT"
-        raise ConfigError("RANK is set, but MASTER_ADDR or MASTER_PORT is not", hint=hint) from None
+        raise ConfigError("RANK is set, but MASTER_ADDR or MASTER_PORT is not", hint=hint)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _connected(address, port, rank, world, timeout)
     store.set(f"rapidformer/came/{rank}", "")

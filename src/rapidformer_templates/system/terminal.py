@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import io
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +18,21 @@ if TYPE_CHECKING:
     from rapidformer_templates.system.workers import Workers
 
 REFRESH_SECONDS = 0.2
+
+
+def _as_in_json(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error("as in JSON", _as_in_json)
+
+
+def escape_unknown_characters() -> None:
+    """Let the standard streams write characters that their encoding lacks as JSON does (``\\u2026``), and not fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="as in JSON")
 
 
 def console(*, piped_width: int | None = None, on_stderr: bool = False, plain: bool = False) -> Console:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rapidformer_templates.errors import WorkerFailed
+from rapidformer_templates.planning.environment import Launched, launched
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.launch import INTERFACE
@@ -185,22 +186,22 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
         ConfigError, WorkerFailed: see :func:`open_store`.
     """
     sizes = sizes or Sizes()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = accelerator.device_of(device_type, local_rank)
+    place = launched() or Launched()
+    device = accelerator.device_of(device_type, place.local_rank)
     accelerator.make_current(device)
     # torchrun with one worker also sets RANK. Without it there is no rendezvous to join.
     is_first = not dist.is_initialized()  # otherwise the code that opened the group closes it
-    in_group = "RANK" in os.environ and is_first
+    in_group = launched() is not None and is_first
     end_with_launcher()
     record_crashes()
     store = _open_group(device) if in_group else None
     try:
         mesh = _mesh(device, sizes)
         has_met.set()
-        workers = Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, mesh, sizes.context, store)
-        with joined(), workers.clock.counts_waits() if world > 1 else nullcontext():
+        workers = Workers(
+            place.rank, place.local_rank, place.world, device, sizes.tensor, sizes.pipeline, mesh, sizes.context, store
+        )
+        with joined(), workers.clock.counts_waits() if place.world > 1 else nullcontext():
             yield workers
     finally:
         if is_first and dist.is_initialized():  # some engines open a group for a single process

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.errors import ConfigError, Explained
 from rapidformer_templates.planning.flag_parser import CommandParser, positive
 
 EVIDENCE = (
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.words = unknown
         module = import_module(f"rapidformer_templates.commands.bench.{options.module}")
         status: int = module.main(options)
-    except RapidformerError as error:
+    except Explained as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status
     return status

@@ -36,7 +36,7 @@ from rapidformer_templates.commands.bench.worker import (
     RandomTokens,
     build_model,
 )
-from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.errors import Explained
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.processes import wait_at_exit
 
@@ -324,7 +324,7 @@ def main() -> int:
         return 0
     try:
         launch.run_workers(launch.program_command(), job.workers)
-    except RapidformerError as error:
+    except Explained as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status
     return 0

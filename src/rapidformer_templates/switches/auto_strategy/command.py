@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from rapidformer_templates.switches.auto_strategy.whole_training import (
     estimate_training,
 )
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
+from rapidformer_templates.system.launch import is_first_worker
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
             where=f"--auto-strategy: {result.rejected[-1].constraint}" if result.rejected else "--auto-strategy",
             hint="rapidformer plan --auto-strategy … lists every layout with what it lacks",
         )
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_worker():
         print(
             "\n".join([*reasons(result, hardware), *not_predicted(result.not_predicted)]), file=sys.stderr, flush=True
         )

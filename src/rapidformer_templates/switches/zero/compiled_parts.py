@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.planning.environment import Launched, launched
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.files import sync, user_cache, write_json
 from rapidformer_templates.system.replaced_functions import patch_function
@@ -249,7 +250,7 @@ def _stat(path: Path) -> list[int]:
 
 def say_once(line: str) -> None:
     """Print a line on standard error, from one worker per machine."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if (launched() or Launched()).local_rank == 0:
         print(line, file=sys.stderr, flush=True)
 
 

@@ -142,7 +142,7 @@ class DeepSpeedEngine(SingleEngine):
         self._derivatives_in_loss = Derivatives(0, f"ZeRO-{self.zero_stage}")  # it reduces gradients in any backward
         build_parts(plan)
         # Connect DeepSpeed to the process group and the device. A single worker gets a new group.
-        os.environ.setdefault("LOCAL_RANK", str(workers.local_rank))
+        os.environ["LOCAL_RANK"] = str(workers.local_rank)
         # DeepSpeed calls collectives by names that torch has deprecated.
         warnings.filterwarnings("ignore", message=r".*torch\.distributed\..*is deprecated", category=FutureWarning)
         logger = logging.getLogger("DeepSpeed")
