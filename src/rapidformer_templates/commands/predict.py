@@ -178,12 +178,14 @@ def read_rows(config: RunConfig, text_column: str) -> DataPart:
 
 
 def _predict(config: RunConfig, task: Task, part: DataPart, inputs: Inputs) -> int:
+    from rapidformer_templates.models.rotary import choose_frequencies
     from rapidformer_templates.run.predictions import predict_inputs
     from rapidformer_templates.system.files import finite
     from rapidformer_templates.system.terminal import ProgressBar
 
     output = Path(config.user.output)
     with model_on_device(task, config) as (model, workers):
+        choose_frequencies(model, config.model.seq_length)
         with ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar:
             records = predict_inputs(
                 task, model, inputs, config.data.micro_batch_size, generation_of(config), workers,

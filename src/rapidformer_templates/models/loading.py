@@ -35,6 +35,7 @@ from rapidformer_templates.models.model_files import (
     no_model_error,
     vocabulary_size,
 )
+from rapidformer_templates.models.rotary import choose_frequencies
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
 from rapidformer_templates.planning.hub import PRETRAINED, Part, model_folder
@@ -160,6 +161,8 @@ def build_model(
     if size > embeddings.num_embeddings:
         message = f"the tokenizer has {size} tokens, the model only {embeddings.num_embeddings}"
         raise ModelError(message, where=path, hint="use the model's own tokenizer")
+    if config.model.seq_length:
+        choose_frequencies(model, config.model.seq_length)
     return model
 
 

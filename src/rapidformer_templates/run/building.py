@@ -23,6 +23,7 @@ from rapidformer_templates.engines.recipe import FirstUses, depths_of, undecayed
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.label_use import in_evaluation, label_use
+from rapidformer_templates.models.rotary import choose_frequencies, notes_about_frequencies
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
@@ -120,7 +121,7 @@ def _set_up(run: Run, engine: Engine) -> None:
 
         # 2. The transforms of the switches.
         assembly = _transformed(run, model, construction)
-        for note in notes_about(assembly.model):
+        for note in (*notes_about(assembly.model), *notes_about_frequencies(assembly.model)):
             say(workers, f"note       {note}")
         if training.neftune_alpha:
             add_noise(assembly.model, training.neftune_alpha, training.seed)
@@ -138,7 +139,9 @@ def _build_model(run: Run, construction: ModelUnderConstruction | None) -> nn.Mo
     """Build the untrained model. Each call gives the same weights."""
     seed_all(run.config.training.seed)
     with explained_while_building(run.plan, run.workers.rank, is_divided=construction is not None):
-        return checked_model(run.hooks.build_model())
+        model = checked_model(run.hooks.build_model())
+    choose_frequencies(model, run.config.model.seq_length)
+    return model
 
 
 def turn_off_cache(model: nn.Module) -> None:
