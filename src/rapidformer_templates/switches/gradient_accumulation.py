@@ -77,8 +77,8 @@ def _command(request: Request, values: Mapping[str, object]) -> str:
     words = ["rapidformer"] if request.training else ["rapidformer", "plan"]
     if not request.training and world > 1:
         words += ["--world-size", str(world)]
-    given = {name: config.get(name) for name, origin in config.origins.items() if origin == COMMAND_LINE}
-    for name, value in (given | values).items():
+    given: dict[str, object] = {n: config.get(n) for n, origin in config.origins.items() if origin == COMMAND_LINE}
+    for name, value in {**given, **values}.items():
         if value is False:
             words.append(spelling(f"no_{name}"))
         elif value is not None:
