@@ -79,6 +79,10 @@ class ModelError(RapidformerError):
     """A model folder or architecture that cannot be used."""
 
 
+class NoModel(ModelError, AttributeError):
+    """A template has no model yet. ``hasattr(template, "model")`` is false."""
+
+
 class HubUnreachable(ModelError):
     """A model is not in the cache, and the hub cannot be reached to download it."""
 

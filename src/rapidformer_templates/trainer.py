@@ -34,7 +34,7 @@ from rapidformer_templates.engines.recipe import (
     schedule,
     undecayed,
 )
-from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
+from rapidformer_templates.errors import ConfigError, Interrupted, NoModel, RapidformerError
 from rapidformer_templates.models.label_use import smoothed_labels
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Plan
@@ -361,14 +361,17 @@ class Trainer:
         After ``fit()`` it is the trained, unsharded model in this process.
 
         Raises:
-            AttributeError: there is no model yet.
+            NoModel: there is no model yet.
         """
         trained = self._model_run
         if not hasattr(trained, "engine") and (self._weights is not None or self._trained_in_workers):
             trained = self._single_process_run()
         model = trained.model if trained is not None and hasattr(trained, "engine") else self._model
         if model is None:
-            raise AttributeError(f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one")
+            raise NoModel(
+                f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one",
+                hint="build_optimizer() returns a recipe for its parameters: OptimizerSpec(torch.optim.AdamW, {'lr': …})",
+            )
         return model
 
     @model.setter
