@@ -370,7 +370,7 @@ class Trainer:
         if model is None:
             raise NoModel(
                 f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one",
-                hint="build_optimizer() returns a recipe for its parameters: OptimizerSpec(torch.optim.AdamW, {'lr': …})",
+                hint="build_optimizer() returns a recipe instead: OptimizerSpec(torch.optim.AdamW, {'lr': …})",
             )
         return model
 

@@ -261,6 +261,21 @@ def test_other_model_is_refused_by_the_names_of_its_weights(dead_after_4: Path) 
         job.fit()
 
 
+def test_a_checkpoint_of_another_model_is_told_in_one_sentence(dead_after_4: Path) -> None:
+    job = CausalJob([*FLAGS.split(), "--no-save", "--load", str(dead_after_4), "--weights-only"])
+    plan = json.loads((dead_after_4 / "plan.json").read_text(encoding="utf-8"))
+    plan["values"]["--model-type"] = {"value": "bert", "origin": "command line"}
+    (dead_after_4 / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    with pytest.raises(CheckpointError) as caught:
+        job.fit()
+    message = caught.value.message
+    assert message.startswith(
+        "the checkpoint is of another model: 28 weights of this model are not in it (transformer.h"
+    )
+    assert message.endswith("of its weights are not in this model (bert.embeddings.LayerNorm.bias)")
+    assert str(caught.value.where).endswith("of a run with --model-type bert")
+
+
 @pytest.mark.slow
 def test_weights_only_starts_anew_with_the_weights(whole: Path, tmp_path: Path) -> None:
     run(tmp_path / "next", "--load", str(whole), "--weights-only", "--seed", "9")

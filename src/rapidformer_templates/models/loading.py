@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
 import transformers
@@ -217,10 +217,14 @@ def read_config_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
 
 
 class LoadingInfo(TypedDict):
-    """The report of transformers on loaded weights: missing names, and (name, shape in the file, shape) of others."""
+    """The report of transformers on loaded weights: missing names, and (name, shape in the file, shape) of others.
+
+    A reader of a switch leaves out the names that are in the files alone.
+    """
 
     missing_keys: set[str]
     mismatched_keys: set[tuple[str, torch.Size, torch.Size]]
+    unexpected_keys: NotRequired[set[str]]
 
 
 class ModelFactory(Protocol):
@@ -325,11 +329,7 @@ def _load_weights(
     missing = sorted(info["missing_keys"])
     body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
     if len(missing) == len(model.state_dict()):
-        raise ModelError(
-            f"no weight in {path} belongs to a {type(model).__name__}",
-            where=PRETRAINED,
-            hint="check the folder's config.json",
-        )
+        raise _foreign_weights_error(model, path, sorted(info.get("unexpected_keys", ())))
     if body:  # fine-tuning may need a new head, but missing weights in the body mean damage
         message = f"{len(body)} weights are missing in {path}, such as {body[0]}"
         raise ModelError(message, where=PRETRAINED, hint="download the folder again")
@@ -340,6 +340,20 @@ def _load_weights(
     _draw(new, model, random_state)
     set_new_modules(model, new)
     return model
+
+
+def _foreign_weights_error(model: PreTrainedModel, path: str, names: Sequence[str]) -> ModelError:
+    """Return the error for files without any weight of the model. ``names`` are those in the files."""
+    hint = "check the folder's config.json"
+    own = set(model.state_dict())
+    parts = ((name.split(".")[:i], ".".join(name.split(".")[i:])) for name in names for i in range(1, 4))
+    prefix = next((".".join(before) for before, rest in parts if rest in own), None)
+    if prefix:
+        hint = f"a wrapper has put '{prefix}.' before the names: save the model inside of it, or remove this"
+    elif "state_dict" in names:
+        hint = "this is a checkpoint of a trainer: save only the weights of the model that are in its 'state_dict'"
+    shown = f"; they are named {', '.join(names[:3])}{' …' if names[3:] else ''}" if names else ""
+    return ModelError(f"no weight in {path} belongs to a {type(model).__name__}{shown}", where=PRETRAINED, hint=hint)
 
 
 def _draw(names: set[str], model: PreTrainedModel, random_state: torch.Tensor) -> None:
