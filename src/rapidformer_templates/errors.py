@@ -101,6 +101,10 @@ class ModelError(RapidformerError):
     """A model folder or architecture that cannot be used."""
 
 
+class NoModel(ModelError, AttributeError):
+    """A template has no model yet. ``hasattr(template, "model")`` is false."""
+
+
 class HubUnreachable(ModelError):
     """A model is not in the cache, and the hub cannot be reached to download it."""
 
@@ -281,6 +285,16 @@ class Suggestion:
     note: str = ""
 
 
+def lines_of(suggestions: Sequence[Suggestion]) -> list[str]:
+    """Return one line for each suggestion. The note of a whole command is a comment, so that the line can be copied."""
+    changes = {s.change: s.change.startswith("rapidformer ") for s in suggestions}
+    width = max((len(change) for change, is_command in changes.items() if not is_command), default=0)
+    return [
+        f"{s.change}  # {s.note}" if changes[s.change] and s.note else f"{s.change:<{width}}  {s.note}".rstrip()
+        for s in suggestions
+    ]
+
+
 @dataclass(frozen=True)
 class Diagnostic:
     """One reason why a plan is refused.
@@ -305,10 +319,8 @@ class Diagnostic:
         lines = [f"error[{self.rule}]: {self.message}", f"  why    {self.why} ({self.source})"]
         if self.asked:
             lines.append(f"  asked  {', '.join(self.asked)}")
-        width = max((len(s.change) for s in self.works), default=0)
-        for i, suggestion in enumerate(self.works):
-            label = "works" if i == 0 else "  or "
-            lines.append(f"  {label}  {suggestion.change:<{width}}  {suggestion.note}".rstrip())
+        for i, line in enumerate(lines_of(self.works)):
+            lines.append(f"  {'works' if i == 0 else '  or '}  {line}")
         lines.append(f"  more   rapidformer explain {self.rule}")
         return "\n".join(lines)
 

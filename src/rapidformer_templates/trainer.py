@@ -33,7 +33,7 @@ from rapidformer_templates.engines.recipe import (
     schedule,
     undecayed,
 )
-from rapidformer_templates.errors import ConfigError, Explained, Interrupted, long_names_explained
+from rapidformer_templates.errors import ConfigError, Explained, Interrupted, NoModel, long_names_explained
 from rapidformer_templates.models.label_use import smoothed_labels
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Plan
@@ -372,7 +372,7 @@ class Trainer:
         the weights of the last step.
 
         Raises:
-            AttributeError: there is no model yet.
+            NoModel: there is no model yet.
             ConfigError: ``fit()`` has left no model in this process.
         """
         trained = self._model_run
@@ -382,7 +382,10 @@ class Trainer:
         if trained is not None and (hasattr(trained, "engine") or trained.built is not None):
             model = trained.model if hasattr(trained, "engine") else trained.built
         if model is None:
-            raise AttributeError(f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one")
+            raise NoModel(
+                f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one",
+                hint="build_optimizer() returns a recipe instead: OptimizerSpec(torch.optim.AdamW, {'lr': …})",
+            )
         return model
 
     @model.setter

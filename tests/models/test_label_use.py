@@ -71,6 +71,14 @@ def test_the_loss_is_that_of_the_next_token(name: str) -> None:
         torch.testing.assert_close(loss, total / counted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "sees_padding"),
+    [("fnet", True), ("convbert", True), ("bert", False), ("roberta", False), ("modernbert", False)],
+)
+def test_models_that_compute_with_padding_are_known(name: str, sees_padding: bool) -> None:
+    assert label_use(tiny(name, transformers.AutoModelForMaskedLM)).sees_padding == sees_padding
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "trocr", "whisper", "mvp"])
 def test_pretraining_windows_lose_no_target(name: str) -> None:
     model = tiny(name)

@@ -154,6 +154,35 @@ def test_folders_that_do_not_fit(pretrained: Path, configure: Configure) -> None
     assert f"name {pretrained / 'export'}" in refused(config)  # it is the folder of a run
 
 
+LIGHTNING = {"epoch": 3, "state_dict": {"model.w": torch.ones(1)}}
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "hint"), [("_orig_mod", "'_orig_mod.'"), ("module", "'module.'"), (None, "in its 'state_dict'")]
+)
+def test_weights_under_other_names_are_listed(
+    prefix: str | None, hint: str, pretrained: Path, configure: Configure
+) -> None:
+    weights = pretrained / "model.safetensors"
+    named = {f"{prefix}.{name}": tensor for name, tensor in load_file(weights).items()} if prefix else LIGHTNING
+    weights.unlink()
+    torch.save(named, pretrained / "pytorch_model.bin")
+    text = refused(configure(pretrained_model_name_or_path=str(pretrained)))
+    assert f"no weight in {pretrained} belongs to a BertForMaskedLM; they are named {min(named)}" in text
+    assert hint in text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_known(name: str, pretrained: Path, configure: Configure) -> None:
+    (pretrained / "model.safetensors").unlink()
+    (pretrained / "pytorch_model.bin").write_bytes(b"")
+    (pretrained / name).write_text(POINTER)
+    text = refused(configure(pretrained_model_name_or_path=str(pretrained)))
+    assert f"{name} is a pointer of git-lfs" in text
+    assert "git lfs pull" in text
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model(
     pretrained: Path,
     tmp_path: Path,

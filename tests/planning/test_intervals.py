@@ -104,11 +104,11 @@ def test_multiples() -> None:
 @pytest.mark.parametrize(
     ("flags", "works"),
     [
-        ("--epochs 3", "--train-iters N"),
+        ("--epochs 3", "--train-iters N without --epochs"),
         ("--train-iters 3epochs", "--train-iters N"),
         ("--train-iters 100 --eval-interval 1epochs", "--eval-interval N"),
         ("--train-iters 100 --save-interval 0.5epochs", "--save-interval N"),
-        ("--epochs 3 --micro-batch-size 2 --global-batch-size 8", "--train-iters N"),
+        ("--epochs 3 --micro-batch-size 2 --global-batch-size 8", "--train-iters N without --epochs"),
     ],
 )
 def test_epochs_of_a_stream_are_refused(flags: str, works: str) -> None:

@@ -69,7 +69,8 @@ def test_accumulation_by_epochs() -> None:
         error[RF006]: gradient accumulation (2 micro batches per step) needs --train-iters, not --epochs
           why    an epoch need not hold a whole number of accumulated steps (Rapidformer parameter reference)
           asked  --micro-batch-size 4 (command line), --global-batch-size 16 (command line), --epochs 3 (command line)
-          works  --train-iters 3epochs  in place of --epochs 3
+          works  rapidformer --lr 5e-05 --micro-batch-size 4 --global-batch-size 16 --no-save \
+--train-iters 3epochs  # in place of --epochs 3
             or   --micro-batch-size 8   the same global batch in one forward
             or   --global-batch-size 8  no accumulation
           more   rapidformer explain RF006

@@ -65,7 +65,7 @@ def test_data(returned: Any, message: str, hint: str) -> None:
     assert hint in str(caught.value.hint)
 
 
-@pytest.mark.parametrize(("returned", "kind"), [(None, "None"), ((Line, None), "a tuple"), (Line, "a type")])
+@pytest.mark.parametrize(("returned", "kind"), [(None, "None"), ((Line, None), "a tuple"), (Line, "the class Line")])
 def test_model(returned: Any, kind: str) -> None:
     assert fails("build_model", returned, ModelError).message == f"build_model returned {kind}"
 
@@ -80,6 +80,16 @@ def test_optimizer_and_schedule() -> None:
     assert fails("build_scheduler", later).message == "build_scheduler returned a StepLR"
     told = fails("build_scheduler", lambda step: None)
     assert told.message == "the schedule's share of the first step is None"
+    assert fails("build_optimizer", torch.optim.AdamW).message == "build_optimizer returned the class AdamW"
+    kind = torch.optim.lr_scheduler.CosineAnnealingLR
+    assert fails("build_scheduler", kind).message == "build_scheduler returned the class CosineAnnealingLR"
+
+
+def test_an_optimizer_of_the_models_parameters_is_refused_without_a_stack() -> None:
+    job = type("Job", (Line,), {"build_optimizer": lambda self: torch.optim.AdamW(self.model.parameters())})(RUN)
+    with pytest.raises(ModelError, match="has no model yet") as caught:
+        job.fit()
+    assert "OptimizerSpec(torch.optim.AdamW" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.run import lock as run_lock
@@ -259,6 +259,25 @@ def test_other_model_is_refused_by_the_names_of_its_weights(dead_after_4: Path) 
     job = Wider([*FLAGS.split(), "--save", str(dead_after_4), "--resume"])
     with pytest.raises(CheckpointError, match=r"classifier.weight is \(5, 16\) in the model and \(3, 16\) in the"):
         job.fit()
+
+
+def test_a_checkpoint_of_another_model_is_told_in_one_sentence(dead_after_4: Path, tmp_path: Path) -> None:
+    class Other(DropoutJob):
+        def make(self) -> torch.nn.Module:
+            return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+
+    job = Other([*FLAGS.split(), "--save", str(tmp_path / "next"), "--load", str(dead_after_4), "--weights-only"])
+    plan = json.loads((dead_after_4 / "plan.json").read_text(encoding="utf-8"))
+    plan["values"]["--model-type"] = {"value": "bert", "origin": "command line"}
+    (dead_after_4 / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    with pytest.raises(CheckpointError) as caught:
+        job.fit()
+    message = caught.value.message
+    assert message.startswith(
+        "the checkpoint is of another model: 28 weights of this model are not in it (transformer.h"
+    )
+    assert message.endswith("of its weights are not in this model (bert.embeddings.LayerNorm.bias)")
+    assert str(caught.value.where).endswith("of a run with --model-type bert")
 
 
 @pytest.mark.slow

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from rapidformer_templates.commands.explain import example_request
+from rapidformer_templates.commands.plan import PlanFlags
 from rapidformer_templates.errors import ModelError, Refused
-from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.flag_parser import parse
+from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import Rule
 from tests.support.requests import CPU, GPUS, codes, config_of, on
+from tests.support.selection import by_default
 
 DOCUMENTED = {  # SPEC §3, with the sources that it names
     "RF001": "[R]",
@@ -140,6 +148,13 @@ REFUSED = [  # (code, flags, machine): in addition to the examples, the other wa
     ("RF098", "--metric-for-best wer --no-keep-best", CPU),
 ]
 
+SCHEDULES = [  # ways to break RF099 whose way out was empty or incomplete
+    "--lr-warmup-iters 50 --lr-decay-iters 5 --train-iters 10",
+    "--lr-warmup-samples 100 --lr-decay-iters 5",
+    "--lr 1e-4 --min-lr 1e-4 --lr-decay-style polynomial",
+    "--epochs 3 --micro-batch-size 1 --global-batch-size 16 --lr-warmup-iters 9 --lr-decay-iters 1",
+]
+
 ACCEPTED = [  # the nearest requests on the other side of each rule
     ("--mixed-precision fp16", on(CPU, template="Finetuner")),
     ("--fsdp-memory-optimization --fsdp-shard-size 2", CPU),
@@ -218,6 +233,61 @@ def test_refused(code: str, flags: str, place: object) -> None:
 @pytest.mark.parametrize(("flags", "place"), ACCEPTED, ids=lambda x: x if isinstance(x, str) else "")
 def test_accepted(flags: str, place: object) -> None:
     assert codes(flags, place) == []  # type: ignore[arg-type]
+
+
+def follow(change: str, words: list[str], place: Environment) -> tuple[list[str], Environment]:
+    """Return a command after a printed suggestion, followed as a reader would."""
+    template = re.search(r"class MyTask\((\w+)\)", change)
+    if template:
+        return follow(change.replace(template[0], ""), words, on(place, template=template[1]))
+    if change.startswith("rapidformer "):
+        return [word for word in shlex.split(change)[1:] if word != "plan"], place
+    more, _, off = change.partition("without ")
+    added = shlex.split(more)
+    names = {word for word in (*added, *off.split()) if word.startswith("--")}
+    switches = [switch for switch in REGISTRY.switches if any(spelling(name) in added for name in switch.on)]
+    families = {switch.family for switch in switches if switch.family}
+    names |= {spelling(name) for s in REGISTRY.switches if s.family in families and s not in switches for name in s.on}
+    kept, is_named = list[str](), False
+    for word in words:
+        is_named = word in names if word.startswith("--") else is_named
+        kept += [] if is_named else [word]
+    if "--template" in added:
+        place = on(place, template=added[added.index("--template") + 1])
+    if "--device" in added:
+        place = on(place, device="cpu", compute_capability=None)
+    return kept + added, place
+
+
+EXAMPLES = [
+    (rule.example.flags, example_request(rule, REGISTRY).environment, False)
+    for rule in REGISTRY.all_rules
+    if rule.refuses
+]
+WORKS = {
+    "the rules' examples": EXAMPLES,
+    "schedules": [(flags, CPU, training) for flags in SCHEDULES for training in (False, True)],
+    "examples that train": [(flags, place, True) for flags, place, _ in EXAMPLES],
+    "other ways to break a rule": [(flags, place, True) for _, flags, place in REFUSED],
+}
+
+
+@pytest.mark.parametrize("name", by_default(["the rules' examples", "schedules"], WORKS))
+def test_every_printed_way_out_works(name: str) -> None:
+    followed = 0
+    for flags, place, training in WORKS[name]:
+        given = parse(shlex.split(flags), switch_options(), user=PlanFlags)
+        try:
+            resolve(dataclasses.replace(given, user=None), place, training=training)
+        except Refused as refused:
+            for suggestion in {s for found in refused.diagnostics for s in found.works}:
+                words, new_place = follow(suggestion.change, shlex.split(flags), place)
+                words = ["3" if word == "N" else word for word in words]
+                config = dataclasses.replace(parse(words, switch_options(), user=PlanFlags), user=None)
+                assert suggestion.change, flags
+                assert codes(config, new_place, training=training) == [], f"{flags}: {suggestion.change}"
+                followed += 1
+    assert followed > len(WORKS[name])
 
 
 def test_training_asks_for_what_a_plan_may_leave_open() -> None:

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.errors import ConfigError, Suggestion
+from rapidformer_templates.errors import ConfigError, Suggestion, lines_of
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flag_parser import CommandParser, parse
 from rapidformer_templates.planning.registry import REGISTRY, Registry, in_words
@@ -98,7 +98,6 @@ def explain(code: str, registry: Registry) -> str:
     """Return the explanation of a rule as a text for a terminal."""
     rule = next(rule for rule in registry.all_rules if rule.code == code)
     entry = explanation(rule, registry)
-    width = max((len(suggestion.change) for suggestion in entry.instead), default=0)
     sections = {
         "What it refuses": [entry.refuses],
         "Why": [entry.why, f"Source: {entry.source}."],
@@ -106,8 +105,7 @@ def explain(code: str, registry: Registry) -> str:
             f"$ {entry.command}" + (f"   # on a machine with {entry.machine}" if entry.machine else ""),
             *entry.answer.splitlines(),
         ],
-        "What to do instead": [f"{s.change:<{width}}  {s.note}".rstrip() for s in entry.instead]
-        or ["Nothing: the run starts."],
+        "What to do instead": lines_of(entry.instead) or ["Nothing: the run starts."],
     }
     parts = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items()]
     return "\n\n".join([f"{rule.code}: {rule.title}", *parts])

@@ -278,10 +278,12 @@ def _part_of_run(config: RunConfig, part: str) -> DataPart:
 
 
 def _predict(config: RunConfig, options: PredictOptions, task: Task, part: DataPart, inputs: Inputs) -> int:
+    from rapidformer_templates.models.rotary import choose_frequencies
     from rapidformer_templates.run.predictions import predict_inputs
     from rapidformer_templates.system.terminal import ProgressBar
 
     with model_on_device(task, config) as (model, workers):
+        choose_frequencies(model, config.model.seq_length)
         with ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar:
             records = predict_inputs(
                 task, model, inputs, config.data.micro_batch_size, generation_of(options, config), workers,

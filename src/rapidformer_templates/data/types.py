@@ -139,9 +139,11 @@ T = TypeVar("T")
 
 
 def kind_of(value: object) -> str:
-    """Describe the type of a value for a message: ``None``, ``a list``, ``an AdamW``."""
+    """Describe the type of a value for a message: ``None``, ``a list``, ``an AdamW``, ``the class AdamW``."""
     if value is None:
         return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 

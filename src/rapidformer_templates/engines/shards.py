@@ -200,18 +200,20 @@ def check_names(assembly: Assembly, reader: StateReader, workers: Workers, *, op
         shapes |= shapes_of_rank
         trained |= trained_of_rank
     saved = reader.names("weights")
-    problems = [f"missing in the checkpoint: {name}" for name in shapes if name not in saved]
-    problems += [f"not in the model: {name}" for name in saved if name not in shapes]
-    problems += [
+    other = [
         f"{name} is {shape} in the model and {saved[name]} in the checkpoint"
         for name, shape in shapes.items()
         if name in saved and shape != saved[name]
     ]
-    if problems:
-        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
-        raise CheckpointError(
-            f"the checkpoint does not fit the model: {shown}", hint="start from the model that was saved"
-        )
+    problems = {
+        "weights of this model are not in it": sorted(shapes.keys() - saved.keys()),
+        "of its weights are not in this model": sorted(saved.keys() - shapes.keys()),
+        "weights have another shape": other,
+    }
+    shown = [f"{len(names)} {what} ({names[0]})" for what, names in problems.items() if names]
+    if shown:
+        message = f"the checkpoint is of another model: {', '.join(shown)}"
+        raise CheckpointError(message, hint="start from the model that was saved")
     if optimizer:
         _check_optimizer(trained, reader.names("optimizer"))
 

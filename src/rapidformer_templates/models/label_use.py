@@ -37,6 +37,9 @@ TRIES = 3
 SAME = 1e-5
 """Relative difference of losses and logits that counts as rounding."""
 
+PADDED = 1e-3
+"""The same for rows of different lengths, which are computed in another order."""
+
 
 @dataclass(frozen=True)
 class LabelUse:
@@ -46,6 +49,7 @@ class LabelUse:
         model: name of its class.
         shifts: the model compares the logits at token ``t`` with label ``t + 1``, so the first label is unused.
         sees_ahead: the logits at a token depend on later tokens, so the model cannot learn to predict them.
+        sees_padding: the logits at a token depend on the padding behind it, and so on the longest row of a batch.
         takes_shifted: the model accepts labels that are already shifted, as ``shift_labels``.
         untried: why the model could not be tried, in which case its name decides. Empty if it could be tried, or if it
             takes no such labels.
@@ -54,6 +58,7 @@ class LabelUse:
     model: str
     shifts: bool = False
     sees_ahead: bool = False
+    sees_padding: bool = False
     takes_shifted: bool = True
     untried: str = ""
 
@@ -120,16 +125,21 @@ def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
     shifts = not counts(0)
     if "decoder_input_ids" in inspect.signature(reader.forward).parameters:
         return LabelUse(type(model).__name__, shifts=shifts)
-    sees_ahead = False
+    sees_ahead = sees_padding = False
     if hasattr(output, "logits"):
         ends = torch.cat([ids[:, :-1], other_rows[0][:, -1:]], dim=1)
         sees_ahead = _differ(output.logits[:, :-1], model(input_ids=ends, labels=ids).logits[:, :-1])
+        padded = torch.cat([ids, other_rows[0]], dim=1)
+        mask = {"attention_mask": torch.cat([torch.ones_like(ids), torch.zeros_like(ids)], dim=1)}
+        takes_mask = "attention_mask" in inspect.signature(reader.forward).parameters
+        logits = model(input_ids=padded, labels=padded, **mask if takes_mask else {}).logits[:, :LENGTH]
+        sees_padding = _differ(output.logits, logits, PADDED)
     try:
         shifted_loss = _loss_in(model(input_ids=ids, labels=ids, shift_labels=other_rows[0]))
         takes_shifted = _differ(loss, shifted_loss)
     except TypeError:  # its forward has no such argument
         takes_shifted = False
-    return LabelUse(type(model).__name__, shifts=shifts, sees_ahead=sees_ahead, takes_shifted=takes_shifted)
+    return LabelUse(type(model).__name__, shifts, sees_ahead, sees_padding, takes_shifted)
 
 
 @contextmanager
@@ -181,9 +191,9 @@ def _loss_in(output: torch.Tensor | Mapping[str, torch.Tensor]) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output["loss"]
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _differ(one: torch.Tensor, other: torch.Tensor, same: float = SAME) -> bool:
     scale = one.abs().max().clamp(min=1e-12)
-    return bool((one - other).abs().max() > SAME * scale)
+    return bool((one - other).abs().max() > same * scale)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +38,7 @@ from rapidformer_templates.models.model_files import (
     quantization_of,
     vocabulary_size,
 )
+from rapidformer_templates.models.rotary import choose_frequencies
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
 from rapidformer_templates.planning.hub import PRETRAINED, Part, model_folder
@@ -168,6 +169,8 @@ def build_model(
     if size > embeddings.num_embeddings:
         message = f"the tokenizer has {size} tokens, the model only {embeddings.num_embeddings}"
         raise ModelError(message, where=path, hint="use the model's own tokenizer")
+    if config.model.seq_length:
+        choose_frequencies(model, config.model.seq_length)
     return model
 
 
@@ -391,8 +394,7 @@ def _check_weights(
         raise ModelError(message, where=PRETRAINED, hint=of_labels if is_of_labels else again)
     missing = sorted(info["missing_keys"])
     if len(missing) == len(model.state_dict()):
-        message = f"no weight in {path} belongs to a {type(model).__name__}"
-        raise ModelError(message, where=PRETRAINED, hint="check the folder's config.json")
+        raise _foreign_weights_error(model, path, sorted(info["unexpected_keys"]))
     # Fine-tuning may need a new head. A model can be saved without a pooler, and its class does not say so.
     of_model = [name for name in missing if "pooler" not in name and name not in of_head]
     body = {name for name in of_model if name.startswith(prefix)}
@@ -430,6 +432,20 @@ def _is_stranger(name: str, model: PreTrainedModel, declared: Collection[str]) -
         alike = NUMBER.sub(".N.", name)
         return end == "weight" or any(alike == NUMBER.sub(".N.", own) for own, _ in model.named_parameters())
     return getattr(module, end, module) is None
+
+
+def _foreign_weights_error(model: PreTrainedModel, path: str, names: Sequence[str]) -> ModelError:
+    """Return the error for files without any weight of the model. ``names`` are those in the files."""
+    hint = "check the folder's config.json"
+    own = set(model.state_dict())
+    parts = ((name.split(".")[:i], ".".join(name.split(".")[i:])) for name in names for i in range(1, 4))
+    prefix = next((".".join(before) for before, rest in parts if rest in own), None)
+    if prefix:
+        hint = f"a wrapper has put '{prefix}.' before the names: save the model inside of it, or remove this"
+    elif "state_dict" in names:
+        hint = "this is a checkpoint of a trainer: save only the weights of the model that are in its 'state_dict'"
+    shown = f"; they are named {', '.join(names[:3])}{' …' if names[3:] else ''}" if names else ""
+    return ModelError(f"no weight in {path} belongs to a {type(model).__name__}{shown}", where=PRETRAINED, hint=hint)
 
 
 def _draw(names: set[str], model: PreTrainedModel, random_state: torch.Tensor) -> None:

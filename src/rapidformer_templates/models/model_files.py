@@ -11,7 +11,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.hub import PRETRAINED, is_hub_name, model_folder, no_folder_error
 from rapidformer_templates.planning.request import config_file, config_folder, read_model_config
-from rapidformer_templates.system.files import hash_of
+from rapidformer_templates.system.files import check_downloaded, hash_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,6 +61,7 @@ def check_config_file(folder: Path) -> None:
     if not config_file(folder).is_file():
         holds = folder / "export" if config_file(folder / "export").is_file() else "the folder that holds the model"
         raise ModelError(f"there is no config.json in {folder}", where=PRETRAINED, hint=f"name {holds}")
+    check_downloaded(sorted(folder.iterdir()), ModelError)
     read_model_config(folder)
 
 
@@ -136,6 +137,8 @@ def check_tokenizer_files(config: RunConfig) -> None:
             raise no_tokenizer_error()
         if path and not Path(path).is_dir() and not is_hub_name(path):
             raise no_folder_error(path, "--tokenizer-path")
+        if path and Path(path).is_dir():
+            check_downloaded(sorted(Path(path).iterdir()), ModelError)
         return
     needed_file(config, "vocab_file")
     if kind == "GPT2BPETokenizer":

@@ -61,7 +61,8 @@ def _by_iterations(request: Request) -> list[Finding]:
         is_length = name in ("epochs", "train_iters")
         steps = {"epochs": None, "train_iters": 1000} if is_length else {name: Interval(1000)}
         flag = spelling("train_iters" if is_length else name)
-        by_steps = Change(f"{flag} N", NOT_STREAMED.cost / 2, steps, note="a number of steps")
+        text = f"{flag} N without --epochs" if name == "epochs" else f"{flag} N"
+        by_steps = Change(text, NOT_STREAMED.cost / 2, steps, note="a number of steps")
         message = "a stream has no length, so an epoch has no number of steps"
         findings.append(Finding(message, request.asked("streaming", name), changes=(by_steps, NOT_STREAMED)))
     return findings

@@ -224,10 +224,10 @@ def apply(request: Request, changes: Iterable[Change], registry: Registry) -> Re
 
 
 def to_suggestion(path: Sequence[Change]) -> Suggestion:
-    """Format the changes as text. Removed flags come last."""
-    words = [change.describe for change in path]
-    removals = " ".join(word.removeprefix(WITHOUT) for word in words if word.startswith(WITHOUT))
-    additions = [word for word in words if not word.startswith(WITHOUT)]
+    """Format the changes as text. A whole command comes first, and removed flags come last."""
+    parts = [change.describe.partition(WITHOUT) for change in path]
+    removals = " ".join(off for _, _, off in parts if off)
+    additions = sorted((on.strip() for on, _, _ in parts if on), key=lambda on: on.startswith("--"))
     notes = dict.fromkeys(change.note for change in path if change.note)
     return Suggestion(" ".join([*additions, WITHOUT + removals] if removals else additions), "; ".join(notes))
 

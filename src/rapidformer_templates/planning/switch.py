@@ -136,14 +136,20 @@ def spell(values: Mapping[str, object]) -> str:
     return " ".join(words)
 
 
+def _described(values: Mapping[str, object]) -> str:
+    """Return values as flags, and then the flags that they turn off."""
+    off = [spelling(name) for name, value in values.items() if not value]
+    return " ".join([spell(values), *([f"{WITHOUT}{' '.join(off)}"] if off else [])])
+
+
 def add(values: Mapping[str, object], note: str = "") -> Change:
     """Add required flags."""
-    return Change(spell(values), ADD, values, note=note)
+    return Change(_described(values), ADD, values, note=note)
 
 
 def replace(values: Mapping[str, object], note: str = "") -> Change:
     """Change the values of flags, or replace flags with others."""
-    return Change(spell(values), REPLACE, values, note=note)
+    return Change(_described(values), REPLACE, values, note=note)
 
 
 def drop(off: Mapping[str, object], note: str = "") -> Change:

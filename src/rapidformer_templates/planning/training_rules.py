@@ -41,7 +41,7 @@ def _best_is_known(request: Request) -> list[Finding]:
         return []
     findings = []
     if training.keep_best is False:
-        changes = (drop({"keep_best": None}), drop({"metric_for_best": None, "metric_for_best_mode": None}))
+        changes = (replace({"keep_best": True}), drop({"metric_for_best": None, "metric_for_best_mode": None}))
         message = "--metric-for-best has no effect if no best checkpoint is kept"
         findings.append(Finding(message, request.asked("metric_for_best", "keep_best"), changes=changes))
     # Without the user's own hooks, a task has fixed metrics, and check_metric reports any other name.
@@ -93,7 +93,7 @@ def _stops_early(request: Request) -> list[Finding]:
         return []
     findings = []
     if training.keep_best is False:
-        changes = (drop({"keep_best": None}), drop({"early_stopping_patience": None}))
+        changes = (replace({"keep_best": True}), drop({"early_stopping_patience": None}))
         message = "--early-stopping-patience has no effect if no best checkpoint is kept"
         findings.append(Finding(message, request.asked("early_stopping_patience", "keep_best"), changes=changes))
     if isinstance(training.train_iters, int) and training.eval_interval is None:
@@ -202,7 +202,7 @@ def _schedule_fits(request: Request) -> list[Finding]:
         end = request.config.get(name)
         if isinstance(end, int) and warmup is not None and warmup > end:
             message = f"a warmup of {warmup} steps is longer than the {end} steps of {spelling(name)}"
-            changes = (replace({by: None, "lr_warmup_iters": end // 10}), drop({by: None}))
+            changes = (replace({by: None, "lr_warmup_iters": max(1, end // 10)}), drop({by: None}))
             findings.append(Finding(message, request.asked(by, name), changes=changes))
     return findings + _decay_fits(request)
 

@@ -30,6 +30,7 @@ from rapidformer_templates.errors import ConfigError, DataError, ModelError
 from rapidformer_templates.models.adapters import new_modules_of
 from rapidformer_templates.models.label_use import in_evaluation, label_use
 from rapidformer_templates.models.model_files import check_not_quantized, quantized_error
+from rapidformer_templates.models.rotary import choose_frequencies, notes_about_frequencies
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
@@ -133,7 +134,7 @@ def _set_up(run: Run, engine: Engine) -> None:
 
         # 2. The transforms of the switches.
         assembly = _transformed(run, model, construction)
-        for note in notes_about(assembly.model):
+        for note in (*notes_about(assembly.model), *notes_about_frequencies(assembly.model)):
             say(workers, f"note       {note}")
         if training.neftune_alpha:
             add_noise(assembly.model, training.neftune_alpha, training.seed)
@@ -161,6 +162,7 @@ def _build_model(run: Run, construction: ModelUnderConstruction | None) -> nn.Mo
             method = module.config.quantization_config.quant_method.value
             raise quantized_error(f"the weights of {type(module).__name__}", method, where="build_model()")
     check_memory(model)
+    choose_frequencies(model, run.config.model.seq_length)
     return model
 
 
@@ -243,6 +245,9 @@ def _try_labels(run: Run, model: nn.Module) -> None:
     run.labels_are_shifted = use.shifts
     if use.untried:
         note = f"{use.model} could not be tried ({use.untried}): judging by its name, it shifts labels"
+        say(run.workers, f"note       {note}")
+    if use.sees_padding:
+        note = f"{use.model} computes with the padding of a row, so its loss depends on --micro-batch-size"
         say(run.workers, f"note       {note}")
     if not run.task:
         return

@@ -89,7 +89,7 @@ def checked_schedule(schedule: object) -> Schedule:
         RapidformerError: it is not a function from a step to a number.
     """
     hint = "return a function from the step (from 0) to a share of the peak learning rate"
-    if not callable(schedule):
+    if not callable(schedule) or isinstance(schedule, type):
         raise RapidformerError(
             f"build_scheduler returned {kind_of(schedule)}", where="build_scheduler(total_steps)", hint=hint
         )

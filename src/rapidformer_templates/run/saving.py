@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rapidformer_templates.engines.weight_average import WithoutAverages
 from rapidformer_templates.errors import CheckpointError, StorageFailed
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import sample_flags
+from rapidformer_templates.planning.hub import PRETRAINED
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
@@ -167,7 +169,8 @@ def restore_run(run: Run) -> Position:
     if path is None or weights_only:
         if path is not None:
             check_base(Reader(path), fresh.base)
-            engine.load(Reader(path), optimizer=False)
+            with _of_its_model(path):
+                engine.load(Reader(path), optimizer=False)
         seed_all(training.seed + 1 + workers.stream)
         return fresh
     reader = Reader(path)
@@ -182,6 +185,20 @@ def restore_run(run: Run) -> Position:
     return saved
 
 
+@contextmanager
+def _of_its_model(folder: Path) -> Iterator[None]:
+    """Add the checkpoint, and the model that its run began with, to an error."""
+    try:
+        yield
+    except CheckpointError as error:
+        with suppress(*JSON_ERRORS):
+            values = json.loads(RunFolder(folder.parent.parent).plan.read_text(encoding="utf-8"))["values"]
+            named = [f"{flag} {values[flag]['value']}" for flag in (PRETRAINED, "--model-type") if flag in values]
+            error.where = error.where or " of a run with ".join([str(folder), *named])
+        error.where = error.where or str(folder)
+        raise
+
+
 def restore_engine(reader: Reader, engine: Engine, config: RunConfig, workers: Workers) -> None:
     """Restore engine and random state from a checkpoint.
 
@@ -189,7 +206,8 @@ def restore_engine(reader: Reader, engine: Engine, config: RunConfig, workers: W
         CheckpointError: the optimizer or a tensor differs. Nothing has been changed.
     """
     _check_optimizer(reader, engine)
-    engine.load(reader if config.training.ema_decay is not None else WithoutAverages(reader), optimizer=True)
+    with _of_its_model(reader.folder):
+        engine.load(reader if config.training.ema_decay is not None else WithoutAverages(reader), optimizer=True)
     engine.load_state(reader.state["engine"])
 
     saved = reader.state.get("layout", [1, reader.state["world"], 1])

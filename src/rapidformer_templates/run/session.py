@@ -27,7 +27,8 @@ from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.engines.step import Step
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, OutOfMemory
-from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.models.rotary import has_chosen_frequencies
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.flags import SECTIONS
@@ -57,7 +58,7 @@ SESSION_FLAGS = frozenset(
     {
         "config", "template", "nproc_per_node", "data_parallel_size", "master_port", "device", "micro_batch_size",
         "global_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay",
-        "ema_decay", "clip_grad", "train_iters", "seed", "lr", *OF_SCHEDULES,
+        "ema_decay", "clip_grad", "train_iters", "seed", "lr", "seq_length", *OF_SCHEDULES,
     }
 )  # fmt: skip
 """Flags, apart from those of the switches, that work without the library's loop, data and run folder."""
@@ -115,11 +116,7 @@ def _check_flags(template: Template, schedule: Schedule | None) -> None:
     ordering = {name for s in (REGISTRY[name] for name in plan.switches) if s.order for name in s.on}
     for name in config.origins:
         if name in of_a_run | ordering and config.get(name) is not None:
-            raise ConfigError(
-                f"{spelling(name)} acts on the library's own loop, data or run folder, and this loop is yours",
-                where=config.origin(name),
-                hint="leave it out, or train by a template (docs/white-box.md)",
-            )
+            raise _no_effect(name, config)
     if isinstance(config.training.train_iters, Epochs):
         raise ConfigError(
             f"--train-iters {config.training.train_iters} has no number of steps, because this loop has its own data",
@@ -134,6 +131,14 @@ def _check_flags(template: Template, schedule: Schedule | None) -> None:
             where=config.origin(shaping[0]),
             hint="leave out one of them" if schedule else "give --train-iters, the number of steps that you will make",
         )
+
+
+def _no_effect(name: str, config: RunConfig) -> ConfigError:
+    return ConfigError(
+        f"{spelling(name)} acts on the library's own loop, data or run folder, and this loop is yours",
+        where=config.origin(name),
+        hint="leave it out, or train by a template (docs/white-box.md)",
+    )
 
 
 def _show(template: Template) -> None:
@@ -171,6 +176,8 @@ class Session:
         with self._explain_errors():
             build_engine(run)
         self.model: nn.Module = run.model
+        if "seq_length" in config.origins and not has_chosen_frequencies(self.model):
+            raise _no_effect("seq_length", config)
         seed_all(config.training.seed + 1 + self.workers.stream)
         if self.workers.world > 1:  # a single process may wait for its user, as in a notebook
             timeout, hint = config.launch.worker_timeout, "continue from your last checkpoint"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.planning.checks import shown
+from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.switch import (
     Example,
@@ -46,6 +50,9 @@ def _only_by_iterations(request: Request) -> list[Finding]:
     is_counted = not any(switch.order for switch in request.active.values())
     steps = steps_of(config, in_epochs, sizes.global_batch) if is_counted else None
     note = f"in place of --epochs {epochs}" + (f": {steps:,} steps" if steps else "")
+    by_steps = add({"train_iters": in_epochs, "epochs": None}, note)
+    if config.origin("epochs") == COMMAND_LINE and not request.environment.white_box:
+        by_steps = dataclasses.replace(by_steps, describe=_command(request, by_steps.values))
     per_worker, rest = divmod(sizes.global_batch, sizes.data)
     same_batch = [] if rest else [replace({"micro_batch_size": per_worker}, "the same global batch in one forward")]
     return [
@@ -53,12 +60,31 @@ def _only_by_iterations(request: Request) -> list[Finding]:
             f"gradient accumulation ({sizes.accumulation} micro batches per step) needs --train-iters, not --epochs",
             request.asked("micro_batch_size", "global_batch_size", "epochs"),
             changes=(
-                add({"train_iters": in_epochs, "epochs": None}, note),
+                by_steps,
                 *same_batch,
                 replace({"global_batch_size": sizes.micro_batch * sizes.data}, "no accumulation"),
             ),
         )
     ]
+
+
+COMMAND_LINE = "command line"
+
+
+def _command(request: Request, values: Mapping[str, object]) -> str:
+    """Return the whole command line with other values, ready to copy."""
+    config, world = request.config, request.environment.world_size
+    words = ["rapidformer"] if request.training else ["rapidformer", "plan"]
+    if not request.training and world > 1:
+        words += ["--world-size", str(world)]
+    given: dict[str, object] = {n: config.get(n) for n, origin in config.origins.items() if origin == COMMAND_LINE}
+    for name, value in {**given, **values}.items():
+        if value is False:
+            words.append(spelling(f"no_{name}"))
+        elif value is not None:
+            own = value if isinstance(value, tuple) else () if value is True else (value,)
+            words += [spelling(name), *map(str, own)]
+    return shlex.join(words)
 
 
 def _acted(measured: Measured) -> str | None:

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypedDict
@@ -198,6 +198,18 @@ def finite(value: object) -> object:
 def hash_of(facts: object) -> str:
     """Return a short hash that changes if a fact changes."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+LFS = b"version https://git-lfs.github.com/"
+
+
+def check_downloaded(files: Iterable[Path], error: type[RapidformerError]) -> None:
+    """Raise an ``error`` if git-lfs has left a pointer in place of a file."""
+    for path in files:
+        with suppress(OSError):
+            if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(LFS):
+                message = f"{path.name} is a pointer of git-lfs, not the file itself"
+                raise error(message, where=str(path), hint="run git lfs pull in that folder")
 
 
 def crc32(path: Path) -> int:

@@ -25,6 +25,7 @@ MIXING = ("minimax", "falcon_h1", "jamba", "recurrent_gemma")
 """Architectures with linear attention, state spaces and recurrence."""
 REFUSALS = (
     "mixes the positions of a sequence without attention, or counts them in its layers",
+    "counts the positions of a sequence in its layers",
     "cannot compute on a part of a sequence",
     "cannot be divided",
     "which ring attention does not support",
@@ -71,6 +72,23 @@ def test_attention_alone_mixes_positions(name: str) -> None:
 def test_other_ways_to_mix_positions_are_refused(name: str) -> None:
     tiny(name)
     assert not follows_one_process(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "workers"),
+    [
+        # The temperature of llama4 has no effect on the first positions, and its base model is the model itself.
+        ("llama4_text", "", 2),
+        ("minimax", "--pipeline-model-parallel-size 2", 4),
+    ],
+)
+def test_a_part_is_tried_too(name: str, layout: str, workers: int) -> None:
+    tiny(name, may_skip=False)
+    outcomes = outcomes_in_workers(workers, _train, name, f"--context-parallel-size 2 {layout}")
+    for outcome in outcomes:
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "ModelError", outcome.trace
+        assert any(why in outcome.text for why in REFUSALS[:2]), outcome.text
 
 
 def test_without_the_trial_linear_attention_would_train_something_else() -> None:

@@ -28,6 +28,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +49,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flag_values import TEST, Epochs, mixture_of, named_sets
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.tasks import tasks_with
-from rapidformer_templates.system.files import JSON_ERRORS
+from rapidformer_templates.system.files import JSON_ERRORS, check_downloaded
 
 STEM = re.compile(rf"^(?:(?P<name>.+)[-_.])?(?P<part>{'|'.join(PART_NAMES)})(?:-\d+-of-\d+)?$")
 SHARD = re.compile(r"-(\d+)-of-(\d+)$")
@@ -81,6 +82,9 @@ class Located:
     kind: Literal["files", "saved", "cached"]
     name: str
     parts: Mapping[str, list[Path]]
+
+    def __post_init__(self) -> None:
+        check_downloaded(chain(*self.parts.values()), DataError)
 
 
 def locate(flags: DataFlags, read: Sequence[str] | None = None) -> Located:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError, did_you_mean
+from rapidformer_templates.system.files import check_downloaded
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -376,6 +377,7 @@ def text_files(paths: Sequence[str], flag: str) -> list[Path]:
         if not readable:
             raise _no_text(path, base, flag, exists=base.is_dir() or bool(entries))
         files += readable
+    check_downloaded(files, DataError)
     return list(dict.fromkeys(files))
 
 

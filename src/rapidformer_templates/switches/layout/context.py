@@ -2,26 +2,31 @@
 
 Only attention sees whole sequences. Other layers may mix positions, too (a convolution, a state space model, linear
 attention), or count positions without the model's position ids. They would compute something else on each worker's
-part. So the output of a divided model for a few tokens must equal the output of the undivided model.
+part. So the output of a divided model for a few tokens must equal the output of the undivided model. A count may have
+no effect on the first thousand positions (the temperature of llama4), so layers that count are refused in any case.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.blocks import BlockArguments, BlockOutput, hidden_of, with_hidden
 from rapidformer_templates.models.label_use import can_be_tried, in_evaluation
 from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.context_attention import OTHER_WAYS, attend_over_context, check_attention
 from rapidformer_templates.switches.layout.divided_tensors import OnRows
+from rapidformer_templates.switches.layout.pipeline import LeaveStage
 from rapidformer_templates.switches.layout.random_streams import Streams, draws_random_numbers
 from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards
 from rapidformer_templates.switches.layout.tensor import TensorParallel, block_lists
@@ -51,7 +56,7 @@ def divide_context(assembly: Assembly, building: Building[object]) -> None:
     check_attention(part)
     losses = assembly.losses
     called = part if losses is None else model  # a mixture's losses read the batch of the outer model
-    trial = DivisionTrial(part, called, workers) if building.has_values and workers.pipeline == 1 else None
+    trial = DivisionTrial(part, called, blocks, workers) if building.has_values else None
     peers = Peers(group_of(workers), workers.context, workers.context_rank)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     # All-to-all divides the heads of each worker. A ring works with any number of them.
@@ -90,44 +95,48 @@ ALIKE = 1e-4
 
 
 class DivisionTrial:
-    """Compares the last hidden states of a model before and after it is divided.
+    """Compares the hidden states after the blocks of a model before and after it is divided.
 
     Args:
-        model: not divided yet. It is not tested if it needs more than tokens, or if this worker lacks some of its
-            weights.
+        model: not divided yet. It is not tested if it has no weights.
         outer: the model, or the module around it that is called in its place.
+        blocks: the lists of its blocks. In a pipeline, those on this worker, which are tested without the others.
         workers: this process and its peers, which must all test the model.
     """
 
-    def __init__(self, model: PreTrainedModel, outer: nn.Module, workers: Workers) -> None:
+    def __init__(
+        self, model: PreTrainedModel, outer: nn.Module, blocks: Sequence[Sequence[nn.Module]], workers: Workers
+    ) -> None:
         self.model = model
         self.outer = outer
+        self.blocks = blocks
         self.workers = workers
         self.length = 4 * workers.context + 1
+        self.why = ""
         self.undivided: torch.Tensor | None = None
-        if can_be_tried(model):
-            with suppress(Exception):  # some models need other inputs than tokens
-                self.undivided = self._hidden()
+        try:
+            self.undivided = self._hidden() if can_be_tried(model) else None
+        except Exception as error:  # some models need other inputs than tokens
+            self.why = f"cannot be tried on tokens alone ({_first_line(error)})"
 
     def check(self, shards: ContextSequenceShards) -> None:
         """Compare with the model after it has been divided.
 
         Raises:
-            ModelError: the hidden states differ on any worker, or the forward of the divided model fails.
+            ModelError: on any worker, the hidden states differ, a block counts its tokens, or a forward fails.
         """
-        if self.undivided is None:
-            return
-        why, difference = "", 0.0
-        try:
-            divided = self._hidden()
-            difference = float((divided - self.undivided).abs().max() / self.undivided.abs().max())
-        except Exception as error:  # the undivided model could compute it
-            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        why, difference, count = self.why, 0.0, _TokenCount(shards)
+        if self.undivided is not None:
+            try:
+                with count:
+                    divided = self._hidden()
+                difference = float((divided - self.undivided).abs().max() / self.undivided.abs().max())
+            except Exception as error:  # the undivided model could compute it
+                why = f"cannot compute on a part of a sequence ({_first_line(error)})"
         shards.attended, shards.shard_sizes = False, None  # the receipts must come from the first step
-        reasons, differences = zip(*self.workers.gather((why, difference)), strict=True)
+        reasons, differences, counts = zip(*self.workers.gather((why, difference, count.found)), strict=True)
         if any(reasons):
-            why = f"cannot compute on a part of a sequence ({next(filter(None, reasons))})"
-            raise _refusal(self.model, why, OTHER_WAYS)
+            raise _refusal(self.model, next(filter(None, reasons)), OTHER_WAYS)
         if not all(difference < ALIKE for difference in differences):
             raise _refusal(
                 self.model,
@@ -135,23 +144,68 @@ class DivisionTrial:
                 f"(divided, its hidden states differ by {max(differences):.1e})",
                 OTHER_WAYS,
             )
+        if any(counts):
+            raise _refusal(self.model, "counts the positions of a sequence in its layers", OTHER_WAYS)
 
     @torch.no_grad()
     def _hidden(self) -> torch.Tensor:
-        """Return the last hidden states of one row of tokens, of shape (1, tokens, features)."""
-        embeddings: nn.Module = self.model.get_input_embeddings()
-        weight = next(embeddings.parameters())
-        ids = torch.arange(len(weight) // 2, len(weight) // 2 + self.length, device=weight.device)[None] % len(weight)
-        hidden_states: list[torch.Tensor] = []
-        hook = self.model.base_model.register_forward_hook(
-            lambda *call: hidden_states.append(call[-1].last_hidden_state)
-        )
+        """Return the hidden states after the last block for two rows of tokens, of shape (2, tokens, features)."""
+        words: int = self.model.config.get_text_config().vocab_size
+        device = next(self.model.parameters()).device
+        ids = torch.arange(words // 2, words // 2 + 2 * self.length, device=device).view(2, -1) % words
+        ends: list[torch.Tensor] = []
+
+        def end(block: nn.Module, args: object, output: BlockOutput) -> None:
+            ends.append(output[0] if isinstance(output, tuple) else output)
+            if self.workers.pipeline > 1 and block is self.blocks[-1][-1]:
+                raise LeaveStage(ends[-1])
+
+        hooks = [blocks[-1].register_forward_hook(end) for blocks in self.blocks]
+        if self.workers.pipeline > 1:
+            first = self.blocks[0][0]
+            hooks.append(first.register_forward_pre_hook(_replace_by_noise, with_kwargs=True, prepend=True))
         try:
-            with in_evaluation(self.outer):
+            with in_evaluation(self.outer), suppress(LeaveStage):
                 self.outer(input_ids=ids)
         finally:
-            hook.remove()
-        return hidden_states[0]
+            for hook in hooks:
+                hook.remove()
+        return ends[-1]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _replace_by_noise(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> BlockArguments:
+    """Replace the hidden state of a block, which comes from another stage."""
+    hidden = hidden_of(args, kwargs)
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+    return with_hidden(args, kwargs, noise)
+
+
+class _TokenCount(TorchFunctionMode):
+    """Notices whether a block counts the tokens of its part, which are positions from 0 in each part.
+
+    There are two rows, so that an index over all tokens has another length.
+    """
+
+    def __init__(self, shards: ContextSequenceShards) -> None:
+        super().__init__()
+        self.shards = shards
+        self.found = False
+
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.arange and self.shards.length is not None and self.shards.shard_sizes:
+            self.found |= isinstance(result, torch.Tensor) and len(result) == self.shards.shard_sizes[0]
+        return result
 
 
 class ContextDivision(Receipt):

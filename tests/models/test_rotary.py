@@ -1,0 +1,138 @@
+"""Models with LongRoPE or dynamic scaling compute each row as if it were alone, by the length of the run's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
+
+from rapidformer_templates import Trainer, compose
+from rapidformer_templates.errors import ConfigError, ModelError
+from rapidformer_templates.models.rotary import choose_frequencies, notes_about_frequencies
+from tests.support.jobs import CausalJob
+from tests.support.parity import trained
+
+LIMIT, LENGTH = 16, 40
+"""Tokens above which the tiny models have other frequencies, and those of the longest row."""
+SIZES = {
+    "vocab_size": 67, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SHORT, LONG = [1.0] * 4, [2.0, 3.0, 4.0, 5.0]
+
+
+def longrope(short: list[float], long: list[float]) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope", "short_factor": short, "long_factor": long, "rope_theta": 1e4,
+        "original_max_position_embeddings": LIMIT,
+    }  # fmt: skip
+
+
+def phi3(short: list[float] = SHORT, long: list[float] = LONG) -> Phi3ForCausalLM:
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(
+        Phi3Config(**SIZES, original_max_position_embeddings=LIMIT, rope_parameters=longrope(short, long))
+    )
+
+
+def phimoe(short: list[float] = SHORT, long: list[float] = LONG, scales: tuple[float, float] = (1.0, 1.3)) -> Any:
+    torch.manual_seed(0)
+    rope = {**longrope(short, long), "short_mscale": scales[0], "long_mscale": scales[1]}
+    return PhimoeForCausalLM(PhimoeConfig(**SIZES, num_local_experts=2, rope_parameters=rope))
+
+
+def dynamic(positions: int = LIMIT) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "max_position_embeddings": positions}, rope_parameters=rope))
+
+
+class Phi3Job(CausalJob):
+    def make(self) -> torch.nn.Module:
+        return phi3()
+
+
+class LongJob(CausalJob):
+    """The reference: the same model, in which short rows have the frequencies of long ones."""
+
+    def make(self) -> torch.nn.Module:
+        return phi3(LONG, LONG)
+
+
+FLAGS = ["--train-iters", "2", "--global-batch-size", "8", "--lr", "1e-3", "--no-export-model", "--device", "cpu"]
+
+
+def curve(job: type[Trainer], *flags: str) -> torch.Tensor:
+    return torch.tensor(trained(job([*FLAGS, *flags]))["curve"])
+
+
+@pytest.mark.parametrize("micro_batch", ["8", "1"])
+def test_the_loss_does_not_depend_on_the_micro_batch(micro_batch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = curve(Phi3Job, "--micro-batch-size", micro_batch, "--seq-length", str(LENGTH))
+    wanted = curve(LongJob, "--micro-batch-size", "8", "--seq-length", str(LENGTH))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert f"with --seq-length {LENGTH}, all rows have the rotary frequencies" in capsys.readouterr().err
+
+
+def test_a_run_of_an_unknown_length_is_refused() -> None:
+    with pytest.raises(ModelError, match=f"differ for rows of more than {LIMIT} tokens") as refused:
+        trained(Phi3Job([*FLAGS, "--micro-batch-size", "8"]))
+    assert refused.value.where == "--seq-length"
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted"),
+    [
+        (phi3, lambda: phi3(LONG, LONG)),
+        # phimoe always has the frequencies of short rows, and scales them by the longest row.
+        (phimoe, lambda: phimoe(scales=(1.3, 1.3))),
+    ],
+)
+def test_short_rows_have_the_frequencies_of_long_ones(made: Any, wanted: Any) -> None:
+    ids = torch.arange(3, 3 + LIMIT - 4)[None]
+    model, other = made().eval(), wanted().eval()
+    with torch.no_grad():
+        assert not torch.allclose(model(ids).logits, other(ids).logits, atol=1e-5)
+        choose_frequencies(model, LENGTH)
+        choose_frequencies(model, LENGTH)
+        torch.testing.assert_close(model(ids).logits, other(ids).logits)
+    assert notes_about_frequencies(model)
+
+
+def test_rows_up_to_the_limit_keep_the_frequencies_of_short_ones() -> None:
+    ids = torch.arange(3, 3 + LIMIT - 4)[None]
+    model, plain = phi3().eval(), phi3().eval()
+    choose_frequencies(model, LIMIT)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+    assert not notes_about_frequencies(model)
+
+
+def test_dynamic_scaling_does_not_remember_longer_rows() -> None:
+    row, longer = torch.arange(3, 3 + LIMIT)[None], torch.arange(3, 3 + LENGTH)[None]
+    model = dynamic().eval()
+    choose_frequencies(model, LENGTH)
+    scaled = dynamic().eval()
+    with torch.no_grad():
+        first = model(row).logits
+        model(longer)
+        torch.testing.assert_close(model(row).logits, first)
+        scaled(longer)  # transformers keeps these frequencies for a row of exactly the limit
+        torch.testing.assert_close(scaled(row).logits, first)
+
+
+def test_a_dynamic_model_needs_no_length() -> None:
+    model = dynamic()
+    choose_frequencies(model, None)
+    assert not notes_about_frequencies(model)
+
+
+def test_a_session_takes_the_length_of_its_rows_for_such_a_model_only() -> None:
+    with pytest.raises(ModelError, match="--seq-length"):
+        compose(phi3, lr=1e-3, device="cpu")
+    with compose(phi3, lr=1e-3, device="cpu", seq_length=LENGTH) as session:
+        assert notes_about_frequencies(session.model)
+    with pytest.raises(ConfigError, match="--seq-length acts on"):
+        compose(lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), lr=1e-3, device="cpu", seq_length=LENGTH)
