@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+import yaml
 
 from rapidformer_templates.errors import ConfigError
 
@@ -22,13 +26,17 @@ AUTO = "auto"
 
 INLINE = "the JSON of --deepspeed-config"
 
-# DeepSpeed reads its files with hjson, and real files contain comments and trailing commas.
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
-LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
-TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]|\n')
 
-ZERO_STAGE_3 = ("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
-"""Keys of ``zero_optimization`` that are also read without the prefix ``stage3_``."""
+RENAMED = {
+    "zero_optimization.aio": "aio",
+    "zero_optimization.param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "aio.thread_count": "aio.intra_op_parallelism",
+}
+"""Keys of the guide, and the key at which the installed DeepSpeed looks for the value."""
 
 
 @dataclass(frozen=True)
@@ -66,67 +74,63 @@ def read(text: str) -> DeepSpeedFile:
     if not inline and not Path(text).is_file():
         raise ConfigError(f"the DeepSpeed file {text} does not exist", where="--deepspeed-config")
     try:
-        written = text if inline else Path(text).read_text(encoding="utf-8")
-        plain = COMMENT.sub(lambda match: match[1] or "\n" * match[0].count("\n"), written)  # keeps the line numbers
-        plain = LAST_COMMA.sub(lambda match: match[1] or "", plain)
-        content = _booleans(json.loads(plain))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name} is not JSON: {error}", where="--deepspeed-config") from error
+        return _parse(name, text if inline else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{name} is not JSON: {reason}", where="--deepspeed-config") from error
     except RecursionError:
         raise ConfigError(f"{name} has too many nested sections", where="--deepspeed-config") from None
+
+
+@lru_cache(maxsize=16)  # the rules read it many times
+def _parse(name: str, text: str) -> DeepSpeedFile:
+    # DeepSpeed reads its files with hjson. Real files have comments and trailing commas, which YAML accepts as well.
+    plain = COMMENT.sub(lambda match: match[1] or "\n" * match[0].count("\n"), text)  # keeps the line numbers
+    lines: dict[str, int] = {}
+    content = _value(name, yaml.compose(plain.replace("\t", " "), yaml.SafeLoader), "", lines)
     if not isinstance(content, dict):
         raise ConfigError(f"{name} does not hold a JSON object", where="--deepspeed-config")
-    lines: dict[str, int] = {}
-    for path, line in _keys(plain):
-        if path in lines:
-            raise ConfigError(f"{name} has {path} twice", where=f"{name}:{line}", hint=f"also in line {lines[path]}")
-        lines[path] = line
-    return DeepSpeedFile(name, content, lines, _rename(content))
-
-
-def _booleans(value: Json) -> Json:
-    """Replace ``"true"`` and ``"false"`` with booleans in the file's values."""
-    if isinstance(value, dict):
-        return {key: _booleans(inner) for key, inner in value.items()}
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
-
-
-def _keys(text: str) -> Iterator[tuple[str, int]]:
-    """Yield (path with dots, line) of every key of valid JSON, except keys inside lists."""
-    path: list[str] = []
-    line, word, lists = 1, "", 0
-    for token in TOKEN.findall(text):
-        if token == "\n":
-            line += 1
-        elif token in "[]":
-            lists += 1 if token == "[" else -1
-        elif token == "{":
-            path.append("")
-        elif token == "}":
-            path.pop()
-        elif token == ":":
-            path[-1] = json.loads(word)
-            if not lists:
-                yield ".".join(path), line
-        else:
-            word = token
-
-
-def _rename(content: dict[str, Json]) -> dict[str, str]:
-    """Rename keys of the guide in place. Return the path of each in the file, by its path in the content."""
     renamed = {}
-    zero = content.get("zero_optimization")
-    if isinstance(zero, dict):
-        if "aio" in zero and "aio" not in content:
-            content["aio"], renamed["aio"] = zero.pop("aio"), "zero_optimization.aio"
-        for name in [name for name in zero if name in ZERO_STAGE_3]:
-            zero[f"stage3_{name}"] = zero.pop(name)
-            renamed[f"zero_optimization.stage3_{name}"] = f"zero_optimization.{name}"
-    aio = content.get("aio")
-    if isinstance(aio, dict) and "thread_count" in aio:
-        aio["intra_op_parallelism"] = aio.pop("thread_count")
-        renamed["aio.intra_op_parallelism"] = f"{renamed.get('aio', 'aio')}.thread_count"
-    return renamed
+    for old, new in RENAMED.items():
+        (old_section, _, old_key), (new_section, _, new_key) = old.rpartition("."), new.rpartition(".")
+        source, target = (look_up(content, path) if path else content for path in (old_section, new_section))
+        if isinstance(source, dict) and isinstance(target, dict) and old_key in source and new_key not in target:
+            target[new_key], renamed[new] = source.pop(old_key), old
+    return DeepSpeedFile(name, content, lines, renamed)
+
+
+def _value(name: str, node: yaml.Node | None, path: str, lines: dict[str, int]) -> Json:
+    """Return the value of a part of a file. Add the line of each key in it to ``lines``.
+
+    Raises:
+        ConfigError: a key is there twice.
+        ValueError: a value is not JSON.
+    """
+    if isinstance(node, yaml.MappingNode):
+        section: dict[str, Json] = {}
+        for key_node, inner in node.value:
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            inner_path = f"{path}.{key}" if path else key
+            if key in section:
+                hint = f"also in line {lines[inner_path]}"
+                raise ConfigError(f"{name} has {inner_path} twice", where=f"{name}:{line}", hint=hint)
+            lines[inner_path] = line
+            section[key] = _value(name, inner, inner_path, lines)
+        return section
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(name, item, f"{path}[{index}]", lines) for index, item in enumerate(node.value)]
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError("it is empty")
+    if node.style:
+        word: str = node.value
+        return {"true": True, "false": False}.get(word.lower(), word)
+    value: Json = json.loads(node.value)
+    return value
+
+
+def whole(value: Json) -> Json:
+    """Convert ``2e8``, which JSON reads as a float, to an integer."""
+    return int(value) if isinstance(value, float) and math.isfinite(value) and value.is_integer() else value
 
 
 def file_of(request: Request) -> DeepSpeedFile:
@@ -151,6 +155,11 @@ def section_at(content: Section, path: str) -> Section:
     """Return the section at a path with dots. It is empty if it is missing or not a section."""
     section = look_up(content, path)
     return section if isinstance(section, Mapping) else {}
+
+
+def type_of(content: Section, section: str) -> str:
+    """Return the ``type`` of a section, or an empty string."""
+    return str(section_at(content, section).get("type") or "")
 
 
 def leaves(content: Section, path: str = "") -> Iterator[tuple[str, Json]]:

@@ -6,7 +6,6 @@ Values in both must agree. Values without a flag are passed to DeepSpeed unchang
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,9 +22,11 @@ from rapidformer_templates.planning.deepspeed_file.file import (
     look_up,
     read,
     section_at,
+    type_of,
+    whole,
 )
-from rapidformer_templates.planning.deepspeed_file.keys import OPTIMIZERS, are_betas, is_nonnegative, key_table, type_of
-from rapidformer_templates.planning.schedules import DEEPSPEED_FLAGS, DEEPSPEED_PARAMETERS, OF_SCHEDULES, FileSchedule
+from rapidformer_templates.planning.deepspeed_file.keys import OPTIMIZERS, key_table
+from rapidformer_templates.planning.schedules import DEEPSPEED_FLAGS, DEEPSPEED_SCHEDULES, OF_SCHEDULES, FileSchedule
 
 if TYPE_CHECKING:
     from rapidformer_templates.planning.switch import Request
@@ -36,6 +37,7 @@ ENTRIES = {
     "gradient_clipping": "clip_grad",
     "optimizer.params.lr": "lr",
     "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.eps": "adam_epsilon",
     "zero_optimization.stage3_param_persistence_threshold": "zero_3_param_persistence_threshold",
     "zero_optimization.stage3_prefetch_bucket_size": "zero_3_prefetch_bucket_size",
     "zero_optimization.stage3_max_live_parameters": "zero_3_max_live_parameters",
@@ -68,31 +70,29 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[FlagValue]:
     Raises:
         ConfigError: a value does not have its flag's type, or is out of range.
     """
-    values = []
-    for field, path, value in (*_flag_values(file.content), *_optimizer_flags(file.content)):
-        checked = config.checked(field, _whole(value), f"{file.where(path)}, {path}")
-        values.append(FlagValue(field, path, checked, str(look_up(file.content, path))))
-    parameters = section_at(file.content, "scheduler.params")
-    for name, default in DEEPSPEED_PARAMETERS.get(type_of(file.content, "scheduler"), {}).items():
-        value = parameters.get(name, default)
-        if name in DEEPSPEED_FLAGS and value is not None and value != AUTO:
-            path = f"scheduler.params.{name}"
-            checked = config.checked(DEEPSPEED_FLAGS[name], _whole(value), f"{file.where(path)}, {path}")
-            note = "" if name in parameters else " (DeepSpeed's default)"
-            values.append(FlagValue(DEEPSPEED_FLAGS[name], path, checked, f"{value}{note}"))
-    return values
+    return [
+        FlagValue(field, path, config.checked(field, whole(value), f"{file.where(path)}, {path}"), shown_value)
+        for field, path, value, shown_value in _flag_values(file.content)
+    ]
 
 
-def _whole(value: Json) -> Json:
-    """Convert ``2e8``, which JSON reads as a float, to an integer."""
-    return int(value) if isinstance(value, float) and math.isfinite(value) and value.is_integer() else value
-
-
-def _flag_values(content: Section) -> Iterator[tuple[str, str, Json]]:
-    """Yield (field, path, the flag's value) of each value outside of the optimizer and the schedule that is a flag."""
+def _flag_values(content: Section) -> Iterator[tuple[str, str, Json, str]]:
+    """Yield (field, path, the flag's value, the key's value as shown) of each value that is a flag."""
     for path, field in ENTRIES.items():
         if (value := look_up(content, path)) is not None:
-            yield field, path, value
+            yield field, path, value, str(value)
+    for field, path, value in _other_flags(content):
+        yield field, path, value, str(look_up(content, path))
+    parameters = section_at(content, "scheduler.params")
+    for name, default in DEEPSPEED_SCHEDULES.get(type_of(content, "scheduler"), {}).items():
+        value = parameters.get(name, default)
+        if value is not None and value != AUTO:
+            note = "" if name in parameters else " (DeepSpeed's default)"
+            yield DEEPSPEED_FLAGS[name], f"scheduler.params.{name}", value, f"{value}{note}"
+
+
+def _other_flags(content: Section) -> Iterator[tuple[str, str, Json]]:
+    """Yield (field, path, the flag's value) of the values that a flag spells otherwise."""
     stage = look_up(content, "zero_optimization.stage")
     if isinstance(stage, int | float) and stage in (1, 2, 3):
         yield ZERO[int(stage) - 1], "zero_optimization.stage", True
@@ -108,15 +108,10 @@ def _flag_values(content: Section) -> Iterator[tuple[str, str, Json]]:
         folder = look_up(content, f"{section}.nvme_path")
         if folder is not None and look_up(content, f"{section}.device") == "nvme":
             yield "nvme_path", f"{section}.nvme_path", folder
-
-
-def _optimizer_flags(content: Section) -> Iterator[tuple[str, str, Json]]:
-    betas, eps = (look_up(content, f"optimizer.params.{name}") for name in ("betas", "eps"))
-    if are_betas(betas):  # RF103 reports others
+    betas = look_up(content, "optimizer.params.betas")
+    if isinstance(betas, list) and len(betas) == 2:  # RF103 reports others
         yield "adam_beta1", "optimizer.params.betas", betas[0]
         yield "adam_beta2", "optimizer.params.betas", betas[1]
-    if is_nonnegative(eps):
-        yield "adam_epsilon", "optimizer.params.eps", eps
     optimizer = OPTIMIZERS.get(type_of(content, "optimizer").lower())
     if optimizer is not None:
         yield "optimizer", "optimizer.type", optimizer
@@ -171,11 +166,9 @@ def file_schedule(request: Request) -> FileSchedule | None:
     """Return the schedule of a file."""
     content = file_of(request).content
     kind = type_of(content, "scheduler")
-    return (
-        {"type": kind, "params": dict(section_at(content, "scheduler.params"))}
-        if kind in DEEPSPEED_PARAMETERS
-        else None
-    )
+    if kind not in DEEPSPEED_SCHEDULES:
+        return None
+    return {"type": kind, "params": dict(section_at(content, "scheduler.params"))}
 
 
 def decays_in_the_gradient(request: Request) -> bool:
@@ -188,7 +181,7 @@ def idle_schedule_flags(request: Request) -> Iterator[tuple[str, str]]:
     file, scheduler = file_of(request), file_schedule(request)
     if scheduler is None:
         return
-    used = {DEEPSPEED_FLAGS[name] for name in DEEPSPEED_PARAMETERS[scheduler["type"]] if name in DEEPSPEED_FLAGS}
+    used = {DEEPSPEED_FLAGS[name] for name in DEEPSPEED_SCHEDULES[scheduler["type"]]}
     if scheduler["params"].get("warmup_num_steps") == AUTO:
         used |= {"lr_warmup_fraction", "lr_warmup_samples"}
     for field in OF_SCHEDULES:

@@ -12,7 +12,6 @@ from rapidformer_templates.planning.deepspeed_file.file import (
     Section,
     file_of,
     is_neutral,
-    leaves,
     look_up,
     section_at,
     shown,
@@ -164,11 +163,6 @@ def file_notes(request: Request) -> Iterator[str]:
         prints_anyway = path == "steps_per_print" and any(file.content.get(name) for name in LOUD)
         if not is_neutral(value) and not prints_anyway:
             yield f"{file.name}: {path} {shown(value)}: {why}"
-    parameters = section_at(file.content, "optimizer.params")
-    options = {name: value for name in ("betas", "eps") if (value := parameters.get(name)) not in (None, AUTO)}
-    if options:
-        listed = (f"{name} {tuple(value) if isinstance(value, list) else value}" for name, value in options.items())
-        yield f"{file.name}: the optimizer has {', '.join(listed)}"
     if look_up(file.content, "optimizer.params.weight_decay"):
         yield f"{file.name}: optimizer.params.weight_decay does not apply to biases and norms, as elsewhere"
     if scheduler := file_schedule(request):
@@ -176,12 +170,3 @@ def file_notes(request: Request) -> Iterator[str]:
         yield f"{file.name}: the learning rate follows DeepSpeed's {scheduler['type']} ({', '.join(listed)})"
     if "aio" in file.content and "nvme-offload" not in request.active:
         yield f"{file.name}: aio acts with offload to NVMe only"
-    settings = dict(leaves(deepspeed_settings(request, "fp32")))
-    defaults = dict(leaves(_from_flags(request, "fp32")))
-    filled = [
-        f"{path} {settings[path]}"
-        for path, value in leaves(file.content)
-        if value == AUTO and path.startswith("zero_optimization.") and path in settings and path in defaults
-    ]
-    if filled:
-        yield f"{file.name}: auto values are filled in: {', '.join(filled)}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template, partitions_without_zero, refuse_pair
-from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.file import file_of, read, section_at
 from rapidformer_templates.planning.deepspeed_file.flags import (
     contradictions,
@@ -17,9 +15,8 @@ from rapidformer_templates.planning.deepspeed_file.flags import (
     merge_file,
 )
 from rapidformer_templates.planning.deepspeed_file.keys import Problem, idle_keys, unknown_keys
-from rapidformer_templates.planning.deepspeed_file.settings import deepspeed_settings, file_notes, fill_bucket_sizes
+from rapidformer_templates.planning.deepspeed_file.settings import deepspeed_settings, file_notes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.switch import (
     FORECAST,
     Example,
@@ -33,7 +30,8 @@ from rapidformer_templates.planning.switch import (
     Switch,
     add,
 )
-from rapidformer_templates.switches.zero.compiled_parts import ENGINE, INSTALL, build_parts
+from rapidformer_templates.switches.zero.compiled_parts import ENGINE, INSTALL
+from rapidformer_templates.switches.zero.file_check import deepspeed_problems
 
 DEEPSPEED = {"needs_package": "deepspeed", "install": INSTALL}
 
@@ -120,7 +118,7 @@ def _agrees(request: Request) -> list[Finding]:
 
 @RULES.add(
     "RF102",
-    "Every key of a DeepSpeed file is one that DeepSpeed reads.",
+    "Every key of a DeepSpeed file is one that DeepSpeed reads, and it accepts the value.",
     "DeepSpeed ignores a key that it does not know, or fails in a worker",
     "[deepspeed]",
     Example(
@@ -128,10 +126,11 @@ def _agrees(request: Request) -> list[Finding]:
         "--zero-2-memory-optimization --world-size 2",
         machine={"packages": {"deepspeed": "0.19"}},
     ),
-    refusal="A key of a DeepSpeed file that DeepSpeed does not read.",
+    refusal="A key of a DeepSpeed file that DeepSpeed does not read, or a value that it does not accept.",
 )
 def _are_known(request: Request) -> list[Finding]:
-    return _findings(request, unknown_keys(file_of(request)))
+    file = file_of(request)
+    return _findings(request, (*unknown_keys(file), *deepspeed_problems(file.content)))
 
 
 @RULES.add(
@@ -166,7 +165,7 @@ def _findings(request: Request, problems: Iterable[Problem]) -> list[Finding]:
     "the library's own sharding replaces DeepSpeed there",
     "[M]",
     Example(
-        '--deepspeed-config \'{"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}\' '
+        '--deepspeed-config \'{"zero_optimization": {"stage": 1}, "wall_clock_breakdown": true}\' '
         "--zero-1-memory-optimization --pipeline-model-parallel-size 2 --world-size 2",
     ),
     refusal="Keys that only DeepSpeed knows, in a file for a run with 3D parallelism.",
@@ -189,8 +188,7 @@ def _deepspeed_is_there(request: Request) -> list[Finding]:
     "one of two schedules would be silently ignored",
     "[D]",
     Example(
-        '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR", '
-        '"params": {"warmup_num_steps": "auto"}}}\' '
+        '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}}\' '
         "--zero-2-memory-optimization --lr-decay-style cosine --world-size 2",
         machine={"packages": {"deepspeed": "0.19"}},
     ),
@@ -204,7 +202,8 @@ def _one_schedule(request: Request) -> list[Finding]:
 
 
 def _notes(request: Request) -> Sequence[str]:
-    return tuple(file_notes(request))
+    unchecked = f"{file_of(request).name}: only DeepSpeed knows its inner keys, and it is not installed here"
+    return (*file_notes(request), *([unchecked] if find_spec("deepspeed") is None else []))
 
 
 PLANNED = {
@@ -237,45 +236,6 @@ def _acted(measured: Measured) -> str | None:
         return None
     name = differing[0]
     return f"zero_optimization.{name} = {settings[name]} was expected, as in the file; DeepSpeed has {in_effect[name]}"
-
-
-def prepare(config: RunConfig, plan: Plan) -> None:
-    """Build the compiled parts that the run needs, and check the values of the file.
-
-    Raises:
-        PartError: a part cannot be built.
-        ConfigError: a value of the file is invalid.
-    """
-    build_parts(plan)
-    check_values(config, plan)
-
-
-def check_values(config: RunConfig, plan: Plan) -> None:
-    """Validate the sections of a DeepSpeed file with DeepSpeed's own models. Call :func:`build_parts` before it.
-
-    Raises:
-        ConfigError: a value has the wrong type, or is out of range.
-    """
-    text, settings = config.get("deepspeed_config"), plan.engine_options.deepspeed
-    if text is None or not settings:
-        return
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # messages during the import do not matter to a run
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
-
-    models = {"fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config, "zero_optimization": DeepSpeedZeroConfig}
-    for section, model in models.items():
-        try:
-            model(**fill_bucket_sizes(section_at(settings, section), width=1))
-        except ValidationError as error:
-            first = error.errors()[0]
-            path = ".".join([section, *map(str, first["loc"])])
-            value = first["input"] if first["loc"] else "this section"
-            file = read(text)
-            raise ConfigError(
-                f"{file.name}: {path} cannot be {value!r}", where=file.where(path), hint=first["msg"]
-            ) from error
 
 
 DEEPSPEED_CONFIG = Switch(
