@@ -151,13 +151,11 @@ def _package(name: str, probed: Mapping[str, str] | None) -> DoctorFinding:
 
 
 def _part(name: str, device: str) -> DoctorFinding:
-    part = deepspeed_parts.PARTS[name]
-    state, detail = "not built yet", f"built at first use ({part.takes}), or by rapidformer doctor --build {name}"
     if reason := deepspeed_parts.problems(name, device):
-        state, detail = "cannot be built", reason
-    elif deepspeed_parts.is_built(name, deepspeed_parts.folder(device)):
-        state, detail = "built", ""
-    return DoctorFinding(name, state, "", detail, part.serves)
+        return DoctorFinding(name, "cannot be built", detail=reason)
+    if deepspeed_parts.is_built(name, deepspeed_parts.folder(device)):
+        return DoctorFinding(name, "built")
+    return DoctorFinding(name, "not built yet", detail=f"built at first use, or by rapidformer doctor --build {name}")
 
 
 def probe(modules: Mapping[str, str]) -> dict[str, dict[str, str]]:

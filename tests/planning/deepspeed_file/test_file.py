@@ -11,9 +11,8 @@ import torch
 
 from rapidformer_templates.engines.recipe import default_optimizer, schedule
 from rapidformer_templates.errors import ConfigError, Refused
-from rapidformer_templates.planning.deepspeed_file.flags import merge_file
-from rapidformer_templates.planning.deepspeed_file.keys import key_table
-from rapidformer_templates.planning.deepspeed_file.settings import bucket_sizes, fill_bucket_sizes
+from rapidformer_templates.planning.deepspeed_file.file import key_table
+from rapidformer_templates.planning.deepspeed_file.settings import bucket_sizes, fill_bucket_sizes, merge_file
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.requests import CPU, GPUS, config_of, on
@@ -223,7 +222,7 @@ ZERO_2 = {"zero_optimization": {"stage": 2}}
 
 @pytest.mark.parametrize(("content", "message"), IDLE, ids=[message.partition(":")[0] for _, message in IDLE])
 def test_what_would_do_nothing_is_refused_by_its_key(content: Any, message: str, file: Any) -> None:
-    assert refusals(f"--deepspeed-config {file(ZERO_2 | content)}") == [f"RF103: {message}"]
+    assert refusals(f"--deepspeed-config {file(ZERO_2 | content)}") == [f"RF102: {message}"]
 
 
 UNKNOWN = [
@@ -378,7 +377,7 @@ def test_flags_of_another_schedule_are_refused(kind: str, flags: str, idle: str,
     params = dict.fromkeys(("warmup_max_lr", "warmup_num_steps"), "auto")
     params |= {"total_num_steps": "auto"} if kind == "WarmupDecayLR" else {}
     path = file({**ZERO_2, "scheduler": {"type": kind, "params": params}})
-    message = f"RF105: ds.json has the schedule {kind}, with which {idle} would do nothing"
+    message = f"RF036: ds.json has the schedule {kind}, with which {idle} (command line) would do nothing"
     assert refusals(f"--deepspeed-config {path} {flags}") == [message]
 
 

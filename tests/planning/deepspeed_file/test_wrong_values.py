@@ -12,7 +12,7 @@ import pytest
 
 from rapidformer_templates.errors import ConfigError, Refused
 from rapidformer_templates.planning import resolve as resolve_module
-from rapidformer_templates.planning.deepspeed_file.flags import merge_file
+from rapidformer_templates.planning.deepspeed_file.settings import merge_file
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.requests import GPUS, config_of, on

@@ -83,6 +83,6 @@ def _saved_scale(run: Path, step: int) -> float:
 
 
 def test_a_value_that_deepspeed_does_not_take_is_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="fp16.hysteresis cannot be 'two': Input should be a valid integer"):
+    with pytest.raises(Refused, match=r"fp16\.hysteresis cannot be 'two': Input should be a valid integer"):
         _job({"hysteresis": "two"}, "--save", str(tmp_path)).fit()
     assert not any(tmp_path.iterdir())

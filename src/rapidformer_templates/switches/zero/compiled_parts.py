@@ -21,7 +21,6 @@ import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -48,21 +47,12 @@ class PartError(RapidformerError):
     """A run needs a compiled part that cannot be built or loaded on this machine."""
 
 
-@dataclass(frozen=True)
-class CompiledPart:
-    """A compiled part: DeepSpeed's builder, its subfolders, the switches that need it, its build time on 2 cores."""
-
-    builder: str
-    folders: tuple[str, ...]
-    serves: tuple[str, ...]
-    takes: str
-
-
 # DeepSpeed's shm_comm is missing here on purpose: see :func:`leave_out_shm_comm`.
 PARTS = {
-    "cpu_adam": CompiledPart("CPUAdamBuilder", ("cpu_adam",), ("cpu-offload", "nvme-offload"), "about a minute"),
-    "async_io": CompiledPart("AsyncIOBuilder", ("async_io", "pin_memory"), ("nvme-offload",), "about five minutes"),
+    "cpu_adam": ("CPUAdamBuilder", ("cpu_adam",)),
+    "async_io": ("AsyncIOBuilder", ("async_io", "pin_memory")),
 }
+"""Each part with DeepSpeed's builder and its subfolders."""
 
 
 def prepare(config: RunConfig, plan: Plan) -> None:
@@ -190,7 +180,7 @@ def problems(part: str, device: str = "cpu") -> str | None:
 def is_built(part: str, root: Path) -> bool:
     """Return whether a part was built and loaded, and nothing has changed since for which ninja would compile again."""
     specs = [importlib.util.find_spec(name) for name in ("deepspeed", "torch")]
-    libraries = [library for name in PARTS[part].folders for library in (root / name).glob("*.so")]
+    libraries = [library for name in PARTS[part][1] for library in (root / name).glob("*.so")]
     sources = [*(spec.origin for spec in specs if spec), find_ninja(), *libraries]
     try:
         built = (root / f"{part}.built").stat().st_mtime_ns
@@ -242,9 +232,9 @@ def build(parts: Sequence[str], device: str, say: Callable[[str], None] = say_on
 
 def _build_one(part: str, device: str, root: Path, descriptor: int, say: Callable[[str], None]) -> None:
     """Build a part in a child process. If this process dies, the child keeps the lock and continues."""
-    for name in PARTS[part].folders:  # remains of a killed build or of other sources
+    for name in PARTS[part][1]:  # remains of a killed build or of other sources
         shutil.rmtree(root / name, ignore_errors=True)
-    say(f"building DeepSpeed's {part} ({PARTS[part].takes}, once for this version) …")
+    say(f"building DeepSpeed's {part} (it takes minutes, once for this version) …")
     started, log = time.monotonic(), root / f"{part}.log"
     path = os.pathsep.join(entry for entry in sys.path if entry)  # the import path of this process
     with log.open("wb") as output:
@@ -261,8 +251,7 @@ def _build_one(part: str, device: str, root: Path, descriptor: int, say: Callabl
         return say(f"built DeepSpeed's {part} in {time.monotonic() - started:.0f} s")
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-12:]
     how = f"was killed by {signal.Signals(-child.returncode).name}" if child.returncode < 0 else "failed"
-    memory = child.returncode == -signal.SIGKILL or any("Killed signal" in line for line in lines)
-    hint = "memory may be short: MAX_JOBS=1 runs one compiler at a time" if memory else "the file holds all of it"
+    hint = "the file holds all of it; if memory was short: MAX_JOBS=1 runs one compiler at a time"
     shown = "".join(f"\n    {line.rstrip()[:160]}" for line in lines)
     raise PartError(f"the build of DeepSpeed's {part} {how}{shown and ':'}{shown}", where=str(log), hint=hint)
 
@@ -281,7 +270,7 @@ def _child(part: str, root: Path) -> None:
     signal.alarm(BUILD_SECONDS)  # ends the build even if the parent process is gone
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().create_op_builder(PARTS[part].builder).load(verbose=False)
+    get_accelerator().create_op_builder(PARTS[part][0]).load(verbose=False)
     os.sync()  # the library first: a power loss must not leave half of it behind the stamp
     (root / f"{part}.built").touch()
 

@@ -20,12 +20,13 @@ from typing import Any, get_args
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.deepspeed_file.file import (
     AUTO,
+    Problem,
     Section,
     leaves,
     section_at,
     type_of,
+    unknown_in,
 )
-from rapidformer_templates.planning.deepspeed_file.keys import Problem, unknown_in
 from rapidformer_templates.planning.schedules import DEEPSPEED_SCHEDULES, FileSchedule
 from rapidformer_templates.system import launch
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template, partitions_without_zero, refuse_pair
-from rapidformer_templates.planning.deepspeed_file.file import file_of, read, section_at
-from rapidformer_templates.planning.deepspeed_file.flags import (
+from rapidformer_templates.planning.deepspeed_file.file import (
+    file_of,
+    idle_keys,
+    read,
+    section_at,
+    unknown_keys,
+)
+from rapidformer_templates.planning.deepspeed_file.settings import (
     contradictions,
-    idle_schedule_flags,
+    deepspeed_settings,
+    file_notes,
     keys_without_flag,
     merge_file,
 )
-from rapidformer_templates.planning.deepspeed_file.keys import Problem, idle_keys, unknown_keys
-from rapidformer_templates.planning.deepspeed_file.settings import deepspeed_settings, file_notes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     FORECAST,
@@ -118,41 +123,19 @@ def _agrees(request: Request) -> list[Finding]:
 
 @RULES.add(
     "RF102",
-    "Every key of a DeepSpeed file is one that DeepSpeed reads, and it accepts the value.",
-    "DeepSpeed ignores a key that it does not know, or fails in a worker",
-    "[deepspeed]",
+    "DeepSpeed or this library acts on every key of a DeepSpeed file, and accepts its value.",
+    "a key that nothing reads would be silently ignored, and a wrong value fails in a worker",
+    "[D, deepspeed]",
     Example(
         '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "gradient_cliping": 1.0}\' '
         "--zero-2-memory-optimization --world-size 2",
         machine={"packages": {"deepspeed": "0.19"}},
     ),
-    refusal="A key of a DeepSpeed file that DeepSpeed does not read, or a value that it does not accept.",
-)
-def _are_known(request: Request) -> list[Finding]:
-    file = file_of(request)
-    return _findings(request, (*unknown_keys(file), *deepspeed_problems(file.content)))
-
-
-@RULES.add(
-    "RF103",
-    "Everything that a DeepSpeed file asks for takes effect.",
-    "what the library does itself or does not have would be silently ignored",
-    "[D, deepspeed]",
-    Example(
-        '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "wandb": {"enabled": true}}\' '
-        "--zero-2-memory-optimization --world-size 2",
-        machine={"packages": {"deepspeed": "0.19"}},
-    ),
-    refusal="A setting of a DeepSpeed file that would have no effect here.",
+    refusal="A key of a DeepSpeed file that would have no effect, or a value that DeepSpeed does not accept.",
 )
 def _act(request: Request) -> list[Finding]:
-    return _findings(request, idle_keys(file_of(request)))
-
-
-def _findings(request: Request, problems: Iterable[Problem]) -> list[Finding]:
-    """Return one finding per problem, with the line of the file that it is about."""
-    file = file_of(request)
-    flags = request.asked_for("deepspeed-config")
+    file, flags = file_of(request), request.asked_for("deepspeed-config")
+    problems = (*unknown_keys(file), *idle_keys(file), *deepspeed_problems(file.content))
     return [
         Finding(message, (*flags, f"{path} ({file.where(path)})"), switches=("deepspeed-config",))
         for path, message in problems
@@ -180,25 +163,6 @@ def _deepspeed_is_there(request: Request) -> list[Finding]:
     where = "under 3D parallelism" if request.sizes.divides > 1 else "with divided experts"
     message = f"DeepSpeed does not run {where}, and only it knows {', '.join(unsupported)}"
     return [Finding(message, request.asked_for(*clash), switches=clash)]
-
-
-@RULES.add(
-    "RF105",
-    "A DeepSpeed file's scheduler and the flags of a schedule exclude each other.",
-    "one of two schedules would be silently ignored",
-    "[D]",
-    Example(
-        '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}}\' '
-        "--zero-2-memory-optimization --lr-decay-style cosine --world-size 2",
-        machine={"packages": {"deepspeed": "0.19"}},
-    ),
-    refusal="A scheduler in a DeepSpeed file next to flags of a schedule.",
-)
-def _one_schedule(request: Request) -> list[Finding]:
-    return [
-        Finding(message, (*request.asked_for("deepspeed-config"), *request.asked(name)), switches=("deepspeed-config",))
-        for message, name in idle_schedule_flags(request)
-    ]
 
 
 def _notes(request: Request) -> Sequence[str]:
