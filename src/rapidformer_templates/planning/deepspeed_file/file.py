@@ -11,11 +11,9 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
-
-import yaml
 
 from rapidformer_templates.errors import ConfigError, did_you_mean
 from rapidformer_templates.planning.optimizers import DEEPSPEED_TYPES
@@ -31,7 +29,9 @@ AUTO = "auto"
 
 INLINE = "the JSON of --deepspeed-config"
 
+# DeepSpeed reads its files with hjson, and real files contain comments and trailing commas.
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 
 RENAMED = {
     "zero_optimization.aio": "aio",
@@ -46,26 +46,27 @@ RENAMED = {
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
-    """The content of a file, with line numbers.
+    """The content of a file.
 
     Attributes:
         name: its name in messages.
         content: its values.
-        lines: the line of each key, by its path with dots.
+        text: its text without comments, or empty if it has no lines.
         renamed: keys that are read at another path than the file's: new path → the file's.
     """
 
     name: str
     content: Section
-    lines: Mapping[str, int] = field(default_factory=dict)
+    text: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, path: str) -> str:
         """Return the location of a key, or of the section where it would be: ``ds.json:12``."""
-        while path and path not in self.lines:
-            path = self.renamed.get(path, path.rpartition(".")[0])
-        line = self.lines.get(path)
-        return self.name if line is None or self.name == INLINE else f"{self.name}:{line}"
+        end = 0
+        for key in self.renamed.get(path, path).split("."):
+            if match := re.compile(rf'"{re.escape(key)}"\s*:').search(self.text, end):
+                end = match.end()
+        return f"{self.name}:{self.text.count(chr(10), 0, end) + 1}" if end else self.name
 
 
 def read(text: str) -> DeepSpeedFile:
@@ -78,21 +79,23 @@ def read(text: str) -> DeepSpeedFile:
     name = INLINE if inline else Path(text).name
     if not inline and not Path(text).is_file():
         raise ConfigError(f"the DeepSpeed file {text} does not exist", where="--deepspeed-config")
+
+    def section(pairs: list[tuple[str, Json]]) -> Section:
+        keys = [key for key, _ in pairs]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ConfigError(f"{name} has {twice[0]} twice in a section", where="--deepspeed-config")
+        words = {"true": True, "false": False}
+        return {key: words.get(value.lower(), value) if isinstance(value, str) else value for key, value in pairs}
+
     try:
-        return _parse(name, text if inline else Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{name} is not JSON: {reason}", where="--deepspeed-config") from error
+        written = text if inline else Path(text).read_text(encoding="utf-8")
+        plain = COMMENT.sub(lambda match: match[1] or "\n" * match[0].count("\n"), written)  # keeps the line numbers
+        plain = LAST_COMMA.sub(lambda match: match[1] or "", plain)
+        content = json.loads(plain, object_pairs_hook=section)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name} is not JSON: {error}", where="--deepspeed-config") from error
     except RecursionError:
         raise ConfigError(f"{name} has too many nested sections", where="--deepspeed-config") from None
-
-
-@lru_cache(maxsize=16)  # the rules read it many times
-def _parse(name: str, text: str) -> DeepSpeedFile:
-    # DeepSpeed reads its files with hjson. Real files have comments and trailing commas, which YAML accepts as well.
-    plain = COMMENT.sub(lambda match: match[1] or "\n" * match[0].count("\n"), text)  # keeps the line numbers
-    lines: dict[str, int] = {}
-    content = _value(name, yaml.compose(plain.replace("\t", " "), yaml.SafeLoader), "", lines)
     if not isinstance(content, dict):
         raise ConfigError(f"{name} does not hold a JSON object", where="--deepspeed-config")
     renamed = {}
@@ -101,36 +104,7 @@ def _parse(name: str, text: str) -> DeepSpeedFile:
         source, target = (look_up(content, path) if path else content for path in (old_section, new_section))
         if isinstance(source, dict) and isinstance(target, dict) and old_key in source and new_key not in target:
             target[new_key], renamed[new] = source.pop(old_key), old
-    return DeepSpeedFile(name, content, lines, renamed)
-
-
-def _value(name: str, node: yaml.Node | None, path: str, lines: dict[str, int]) -> Json:
-    """Return the value of a part of a file. Add the line of each key in it to ``lines``.
-
-    Raises:
-        ConfigError: a key is there twice.
-        ValueError: a value is not JSON.
-    """
-    if isinstance(node, yaml.MappingNode):
-        section: dict[str, Json] = {}
-        for key_node, inner in node.value:
-            key, line = str(key_node.value), key_node.start_mark.line + 1
-            inner_path = f"{path}.{key}" if path else key
-            if key in section:
-                hint = f"also in line {lines[inner_path]}"
-                raise ConfigError(f"{name} has {inner_path} twice", where=f"{name}:{line}", hint=hint)
-            lines[inner_path] = line
-            section[key] = _value(name, inner, inner_path, lines)
-        return section
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(name, item, f"{path}[{index}]", lines) for index, item in enumerate(node.value)]
-    if not isinstance(node, yaml.ScalarNode):
-        raise ValueError("it is empty")
-    if node.style:
-        word: str = node.value
-        return {"true": True, "false": False}.get(word.lower(), word)
-    value: Json = json.loads(node.value)
-    return value
+    return DeepSpeedFile(name, content, "" if inline else plain, renamed)
 
 
 def whole(value: Json) -> Json:
