@@ -42,7 +42,7 @@ docs-test: $(VENV)/.installed-dev  ## only the tests of the site, the notebook, 
 	$(PYTEST) -m docs
 
 docs: $(VENV)/.installed  ## generate the pages about switches and rules, a table of docs/parallelism.md and the YAML schema
-	$(BIN)/python -m rapidformer_templates.commands.catalogue docs
+	$(BIN)/python -m scripts.manual.catalogue docs
 	$(BIN)/rapidformer schema > examples/rapidformer.schema.json
 
 site: $(VENV)/.installed-dev  ## build the manual as a site into build/site

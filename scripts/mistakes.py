@@ -78,7 +78,7 @@ CASES = (
     Case("yaml", "--config list.yaml", "must map flags to values"),
     Case("yaml", "--config none.yaml", "the configuration file none.yaml does not exist"),
     Case("yaml", "--config code.yaml", "a file cannot set user_script"),
-    Case("yaml", f"{SCRATCH} --deepspeed-config twice.json", "zero_optimization.stage twice"),
+    Case("yaml", f"{SCRATCH} --deepspeed-config twice.json", "has stage twice"),
     # Folders, models and data.
     Case("files", SCRATCH.replace("--no-save", ""), "--save DIR"),
     Case("files", SCRATCH.replace("--no-save", "--save run"), "already holds a run"),

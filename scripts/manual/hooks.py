@@ -16,9 +16,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from rapidformer_templates.commands.catalogue import MADE  # noqa: E402
 from rapidformer_templates.planning.registry import REGISTRY  # noqa: E402
 from scripts.manual import pages, tabs  # noqa: E402
+from scripts.manual.catalogue import MADE  # noqa: E402
 
 AS_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sbatch": "bash", ".ipynb": "json", ".toml": "toml"}

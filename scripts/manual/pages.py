@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import rapidformer_templates
-from rapidformer_templates.commands.catalogue import MATRIX_MACHINE, compatibility, table, with_additions
+from rapidformer_templates.commands.catalogue import MATRIX_MACHINE, compatibility, with_additions
 from rapidformer_templates.commands.explain import explanation
 from rapidformer_templates.commands.plan import PlanFlags
 from rapidformer_templates.planning.config import RunConfig, spelling
@@ -21,6 +21,7 @@ from rapidformer_templates.planning.registry import DOCUMENTS, REGISTRY, in_word
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import apply, choose_template
 from rapidformer_templates.planning.switch import FORECAST, TEMPLATES, Request, Rule, Switch, spell
+from scripts.manual.catalogue import table
 
 ACTS = "The switch changes memory or time. The loss and the weights stay the same as without it."
 CHANGES = "The switch changes the result, not only memory or time. Compare runs that use it with each other."

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands import catalogue as document
-from rapidformer_templates.commands.catalogue import CompatibilityTable, compatibility, refused_pairs, rule_origin
+from rapidformer_templates.commands.catalogue import CompatibilityTable, compatibility
 from rapidformer_templates.commands.explain import explain
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import DOCUMENTS, REGISTRY, in_words, sources_of, switch_options
 from rapidformer_templates.planning.switch import Rule
+from scripts.manual import catalogue as document
+from scripts.manual.catalogue import refused_pairs, rule_origin
 
 ROOT = Path(__file__).parents[2]
 FLAGS = [

@@ -111,7 +111,6 @@ NAMED = {
     ("torch_compile/declaration.py", "dynamic_shape"): "the plan shows the number of shapes to compile",
     ("torch_compile/declaration.py", "frozen_parameters.py"): "it declares the exclusion",
     ("torch_compile/declaration.py", "lora"): "it declares the exclusion",
-    ("zero/compiled_parts.py", "nvme_offload.py"): "DeepSpeed compiles a part for it",
     ("zero/declaration.py", "nvme_offload.py"): "DeepSpeed offloads gradients, too",
 }
 """Switches that name an optional switch, and why. The planner names all of them."""

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
@@ -30,6 +31,7 @@ COMPLETED = {
     "FOLDER": shtab.DIRECTORY, "RUN": shtab.DIRECTORY, "RUN|FOLDER": shtab.DIRECTORY,
 }  # fmt: skip
 """Placeholders for values in the help, and how a shell completes them."""
+DEVICES = ("auto", "cpu", "cuda", "xpu", "mps", "npu")
 
 _DIGITS = r"[0-9]+(_[0-9]+)*"
 _NUMBER = rf"({_DIGITS}\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
@@ -66,35 +68,25 @@ def whole_parser() -> argparse.ArgumentParser:
     from rapidformer_templates.commands.main import OTHERS, REFERENCE
     from rapidformer_templates.commands.plan import PlanFlags
 
-    parser = _training_parser("rapidformer", [])
+    options = [*switch_options().values()]
+    parser = flags_parser("rapidformer", options, None, "")
     commands = parser.add_subparsers(parser_class=argparse.ArgumentParser)
-    parsers: dict[str, argparse.ArgumentParser] = {
-        "plan": _training_parser("rapidformer plan", [PlanFlags]),
-        **{name: home.build_parser() for name, home in REFERENCE.items() if name != "plan"},
-    }
-    parsers["explain"]._actions[-1].choices = [rule.code for rule in REGISTRY.all_rules]
-    parsers |= {name: home.build_parser() for name, home in OTHERS.items()}
-    for name, command in parsers.items():
+    for name, home in {**REFERENCE, **OTHERS}.items():
+        command = flags_parser("rapidformer plan", options, PlanFlags, "") if name == "plan" else home.build_parser()
         # The existing parser of the command replaces the one that argparse creates.
         commands.add_parser(name, help=command.description or name)
         commands.choices[name] = command
+    commands.choices["explain"]._actions[-1].choices = [rule.code for rule in REGISTRY.all_rules]
     for action in _actions(parser):
-        if action.metavar in COMPLETED and not action.choices:
-            action.complete = COMPLETED[str(action.metavar)]  # type: ignore[attr-defined]
-    return parser
-
-
-def _training_parser(prog: str, more: Sequence[type]) -> argparse.ArgumentParser:
-    """Return the parser of a training command with the choices of its flags. The real parser does not have them."""
-    options = [*switch_options().values(), *more]
-    parser = flags_parser(prog, options, None, "")
-    choices = {
-        field.name: value_kind(field_types(kind)[field.name])[1] or field.metadata.get("offered", ())
-        for kind in (*SECTIONS.values(), *options)
-        for field in dataclasses.fields(kind)
-    }
-    for action in parser._actions:
-        action.choices = choices.get(action.dest) or None
+        placeholder = str(action.metavar)
+        if action.choices:
+            continue
+        if placeholder in COMPLETED:
+            action.complete = COMPLETED[placeholder]  # type: ignore[attr-defined]
+        elif placeholder.startswith("{") or "|" in placeholder:  # flags check their choices elsewhere
+            action.choices = re.split("[,|]", placeholder.strip("{}"))
+        elif placeholder == "DEVICE":
+            action.choices = DEVICES
     return parser
 
 

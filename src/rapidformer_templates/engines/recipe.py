@@ -5,6 +5,7 @@ Rates by layer decay towards the input: layers closer to it learn slower (Howard
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +24,11 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.errors import ConfigError, ModelError, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.deepspeed_file.file import AUTO, whole
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.optimizers import RULES
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.schedules import STYLES, FileSchedule, deepspeed_rates, warmup_steps
+from rapidformer_templates.planning.schedules import STYLES, FileSchedule, warmup_steps
 
 COUNTED_FROM_ONE = ("cosine_warmup_with_min_lr",)
 """Schedules that reach their end in the last step of the decay, not after it."""
@@ -265,6 +267,42 @@ def schedule(
         return floor + (1.0 - floor) * shape(progress)
 
     return factor
+
+
+def deepspeed_rates(schedule: FileSchedule, *, lr: float, warmup: int, total: int) -> Schedule:
+    """Return the learning rate of each update (from 0) by DeepSpeed's own class.
+
+    DeepSpeed sets the first rate when it builds a schedule, and advances it after each update. So update ``s`` has the
+    rate of iteration ``s - 1``.
+
+    Args:
+        schedule: a schedule without mistakes.
+        lr: the peak if it is ``"auto"`` or left to the optimizer.
+        warmup, total: the numbers of steps that replace ``"auto"``. Other ``"auto"`` values are DeepSpeed's defaults.
+    """
+    logging.disable(logging.WARNING)  # messages during the import, and before the first step, do not matter to a run
+    try:
+        schedules = import_module("deepspeed.runtime.lr_schedules")
+        optimizer = SGD([nn.Parameter(torch.empty(0))], lr=lr)
+        automatic = {
+            "warmup_max_lr": lr,
+            "cycle_max_lr": lr,
+            "warmup_num_steps": max(1, warmup),
+            "total_num_steps": total,
+        }
+        filled = {name: automatic.get(name) if value == AUTO else value for name, value in schedule["params"].items()}
+        options = {name: whole(value) for name, value in filled.items() if value is not None}
+        running = getattr(schedules, schedule["type"])(optimizer, **options)
+    finally:
+        logging.disable(logging.NOTSET)
+    first = float(optimizer.param_groups[0]["lr"])
+
+    def rate(update: int) -> float:
+        if update:
+            running.step(update - 1)
+        return float(optimizer.param_groups[0]["lr"]) if update else first
+
+    return rate
 
 
 def _schedule_of_transformers(training: TrainingFlags, warmup: int, decay_steps: int) -> Schedule:

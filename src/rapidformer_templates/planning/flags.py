@@ -22,7 +22,6 @@ def flag(
     aliases: Mapping[str, str | None] | None = None,
     metavar: str | None = None,
     choices: tuple[str, ...] = (),
-    offered: tuple[str, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
     choice: str | None = None,
@@ -40,7 +39,6 @@ def flag(
             itself.
         metavar: the placeholder for the value in the help.
         choices: the accepted values, if a table lists them. A ``Literal`` lists those of other fields.
-        offered: values that shell completion suggests. Other values are accepted, too.
         minimum: lowest accepted value.
         maximum: highest accepted value.
         choice: name of a group of flags that exclude each other. A flag on the command line replaces another of its
@@ -57,7 +55,7 @@ def flag(
         "maximum": maximum,
     }
     metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {})}
-    metadata |= {"choices": choices, "offered": offered, "in_files": in_files, "usual": usual}
+    metadata |= {"choices": choices, "in_files": in_files, "usual": usual}
     return field(default=default, metadata=metadata)
 
 
@@ -118,7 +116,6 @@ class LaunchFlags:
         "where to train: auto, cpu, or torch's name of the accelerator: cuda (also for AMD), xpu, mps, npu, … "
         "(default: the accelerator, if there is one)",
         metavar="DEVICE",
-        offered=("auto", "cpu", "cuda", "xpu", "mps", "npu"),
         usual=True,
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.deepspeed_file.flags import decays_in_the_gradient
+from rapidformer_templates.planning.deepspeed_file.settings import decays_in_the_gradient
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import MOST_BLOCKS, ModelFlags
 from rapidformer_templates.planning.hub import BESIDE_ADAPTERS, PRETRAINED, cached_folder, is_hub_name

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rapidformer_templates.errors import Diagnostic, Refused, Suggestion
 from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import RunConfig, spelling
-from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
+from rapidformer_templates.planning.deepspeed_file.settings import file_schedule
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, EngineOptions, Plan, PlannedValue, groups_of
 from rapidformer_templates.planning.registry import REGISTRY, Registry, in_words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rapidformer_templates.errors import alike
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
+from rapidformer_templates.planning.deepspeed_file.settings import file_schedule
 from rapidformer_templates.planning.flag_values import TRACKERS, TRACKERS_INSTALL, TrackerNames, chosen_trackers
 from rapidformer_templates.planning.metrics import direction_of, metrics_of
 from rapidformer_templates.planning.optimizers import BETAS
@@ -185,7 +185,7 @@ def _shaping_nothing(request: Request) -> list[Finding]:
 )
 def _schedule_fits(request: Request) -> list[Finding]:
     if file_schedule(request) is not None:
-        return []  # RF103 and RF105 check the file's schedule; DeepSpeed's warmups may be longer than a run
+        return []  # RF036 and RF102 check the file's schedule; DeepSpeed's warmups may be longer than a run
     training = request.config.training
     findings = []
     if training.lr is not None and training.min_lr > training.lr:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.planning.deepspeed_file.flags import merge_file
+from rapidformer_templates.planning.deepspeed_file.settings import merge_file
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.resolve import resolve

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rapidformer_templates.engines.step import DynamicLossScale
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import Refused
 from rapidformer_templates.switches.zero.engine import loss_scale_state, restore_loss_scale
 from tests.support.jobs import CausalJob
 from tests.support.selection import by_default
@@ -83,8 +83,6 @@ def _saved_scale(run: Path, step: int) -> float:
 
 
 def test_a_value_that_deepspeed_does_not_take_is_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(Refused, match=r"fp16\.hysteresis cannot be 'two': Input should be a valid integer"):
         _job({"hysteresis": "two"}, "--save", str(tmp_path)).fit()
-    assert "fp16.hysteresis cannot be 'two'" in refused.value.message
-    assert "integer" in str(refused.value.hint)
     assert not any(tmp_path.iterdir())

@@ -194,7 +194,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         templates=("Trainer",),
         rules=(ONLY_IN_TRAINER, *RULES),
         notes=_notes,
-        prepare="rapidformer_templates.switches.zero.file_switch:prepare",
+        prepare="rapidformer_templates.switches.zero.compiled_parts:prepare",
         engine=ENGINE,
         builds_in_shares=level == 3,
         engine_options=lambda request, options: replace(options, deepspeed=_deepspeed_config(request)),

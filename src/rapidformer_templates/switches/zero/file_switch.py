@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template, partitions_without_zero, refuse_pair
-from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.deepspeed_file.file import file_of, read, section_at
-from rapidformer_templates.planning.deepspeed_file.flags import (
+from rapidformer_templates.planning.deepspeed_file.file import (
+    file_of,
+    idle_keys,
+    read,
+    section_at,
+    unknown_keys,
+)
+from rapidformer_templates.planning.deepspeed_file.settings import (
     contradictions,
-    idle_schedule_flags,
+    deepspeed_settings,
+    file_notes,
     keys_without_flag,
     merge_file,
 )
-from rapidformer_templates.planning.deepspeed_file.keys import Problem, idle_keys, unknown_keys
-from rapidformer_templates.planning.deepspeed_file.settings import deepspeed_settings, file_notes, fill_bucket_sizes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.switch import (
     FORECAST,
     Example,
@@ -33,7 +35,8 @@ from rapidformer_templates.planning.switch import (
     Switch,
     add,
 )
-from rapidformer_templates.switches.zero.compiled_parts import ENGINE, INSTALL, build_parts
+from rapidformer_templates.switches.zero.compiled_parts import ENGINE, INSTALL
+from rapidformer_templates.switches.zero.file_check import deepspeed_problems
 
 DEEPSPEED = {"needs_package": "deepspeed", "install": INSTALL}
 
@@ -120,40 +123,19 @@ def _agrees(request: Request) -> list[Finding]:
 
 @RULES.add(
     "RF102",
-    "Every key of a DeepSpeed file is one that DeepSpeed reads.",
-    "DeepSpeed ignores a key that it does not know, or fails in a worker",
-    "[deepspeed]",
+    "DeepSpeed or this library acts on every key of a DeepSpeed file, and accepts its value.",
+    "a key that nothing reads would be silently ignored, and a wrong value fails in a worker",
+    "[D, deepspeed]",
     Example(
         '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "gradient_cliping": 1.0}\' '
         "--zero-2-memory-optimization --world-size 2",
         machine={"packages": {"deepspeed": "0.19"}},
     ),
-    refusal="A key of a DeepSpeed file that DeepSpeed does not read.",
-)
-def _are_known(request: Request) -> list[Finding]:
-    return _findings(request, unknown_keys(file_of(request)))
-
-
-@RULES.add(
-    "RF103",
-    "Everything that a DeepSpeed file asks for takes effect.",
-    "what the library does itself or does not have would be silently ignored",
-    "[D, deepspeed]",
-    Example(
-        '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "wandb": {"enabled": true}}\' '
-        "--zero-2-memory-optimization --world-size 2",
-        machine={"packages": {"deepspeed": "0.19"}},
-    ),
-    refusal="A setting of a DeepSpeed file that would have no effect here.",
+    refusal="A key of a DeepSpeed file that would have no effect, or a value that DeepSpeed does not accept.",
 )
 def _act(request: Request) -> list[Finding]:
-    return _findings(request, idle_keys(file_of(request)))
-
-
-def _findings(request: Request, problems: Iterable[Problem]) -> list[Finding]:
-    """Return one finding per problem, with the line of the file that it is about."""
-    file = file_of(request)
-    flags = request.asked_for("deepspeed-config")
+    file, flags = file_of(request), request.asked_for("deepspeed-config")
+    problems = (*unknown_keys(file), *idle_keys(file), *deepspeed_problems(file.content))
     return [
         Finding(message, (*flags, f"{path} ({file.where(path)})"), switches=("deepspeed-config",))
         for path, message in problems
@@ -166,7 +148,7 @@ def _findings(request: Request, problems: Iterable[Problem]) -> list[Finding]:
     "the library's own sharding replaces DeepSpeed there",
     "[M]",
     Example(
-        '--deepspeed-config \'{"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}\' '
+        '--deepspeed-config \'{"zero_optimization": {"stage": 1}, "wall_clock_breakdown": true}\' '
         "--zero-1-memory-optimization --pipeline-model-parallel-size 2 --world-size 2",
     ),
     refusal="Keys that only DeepSpeed knows, in a file for a run with 3D parallelism.",
@@ -183,28 +165,9 @@ def _deepspeed_is_there(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for(*clash), switches=clash)]
 
 
-@RULES.add(
-    "RF105",
-    "A DeepSpeed file's scheduler and the flags of a schedule exclude each other.",
-    "one of two schedules would be silently ignored",
-    "[D]",
-    Example(
-        '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR", '
-        '"params": {"warmup_num_steps": "auto"}}}\' '
-        "--zero-2-memory-optimization --lr-decay-style cosine --world-size 2",
-        machine={"packages": {"deepspeed": "0.19"}},
-    ),
-    refusal="A scheduler in a DeepSpeed file next to flags of a schedule.",
-)
-def _one_schedule(request: Request) -> list[Finding]:
-    return [
-        Finding(message, (*request.asked_for("deepspeed-config"), *request.asked(name)), switches=("deepspeed-config",))
-        for message, name in idle_schedule_flags(request)
-    ]
-
-
 def _notes(request: Request) -> Sequence[str]:
-    return tuple(file_notes(request))
+    unchecked = f"{file_of(request).name}: only DeepSpeed knows its inner keys, and it is not installed here"
+    return (*file_notes(request), *([unchecked] if find_spec("deepspeed") is None else []))
 
 
 PLANNED = {
@@ -237,45 +200,6 @@ def _acted(measured: Measured) -> str | None:
         return None
     name = differing[0]
     return f"zero_optimization.{name} = {settings[name]} was expected, as in the file; DeepSpeed has {in_effect[name]}"
-
-
-def prepare(config: RunConfig, plan: Plan) -> None:
-    """Build the compiled parts that the run needs, and check the values of the file.
-
-    Raises:
-        PartError: a part cannot be built.
-        ConfigError: a value of the file is invalid.
-    """
-    build_parts(plan)
-    check_values(config, plan)
-
-
-def check_values(config: RunConfig, plan: Plan) -> None:
-    """Validate the sections of a DeepSpeed file with DeepSpeed's own models. Call :func:`build_parts` before it.
-
-    Raises:
-        ConfigError: a value has the wrong type, or is out of range.
-    """
-    text, settings = config.get("deepspeed_config"), plan.engine_options.deepspeed
-    if text is None or not settings:
-        return
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # messages during the import do not matter to a run
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
-
-    models = {"fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config, "zero_optimization": DeepSpeedZeroConfig}
-    for section, model in models.items():
-        try:
-            model(**fill_bucket_sizes(section_at(settings, section), width=1))
-        except ValidationError as error:
-            first = error.errors()[0]
-            path = ".".join([section, *map(str, first["loc"])])
-            value = first["input"] if first["loc"] else "this section"
-            file = read(text)
-            raise ConfigError(
-                f"{file.name}: {path} cannot be {value!r}", where=file.where(path), hint=first["msg"]
-            ) from error
 
 
 DEEPSPEED_CONFIG = Switch(
