@@ -420,7 +420,6 @@ def test_a_check_names_another_switch_only_for_a_reason() -> None:
 
 
 ONNX = {
-    "commands/convert/megatron.py": "a flag of Megatron-LM",
     "commands/doctor.py": "how to install packages",
     "planning/environment.py": "names and versions of packages",
     "planning/general_rules.py": "the only other switch that captures the graph, in the example of their rule",

@@ -2,141 +2,193 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import yaml
 
-from rapidformer_templates.commands.convert.cli import FORMATS, converted, refusal_of
-from rapidformer_templates.commands.convert.conversion import Options, as_yaml
+from rapidformer_templates.commands.convert import reader
+from rapidformer_templates.commands.convert.cli import as_yaml, converted, refusal_of
+from rapidformer_templates.commands.convert.reader import (
+    Options,
+    Value,
+    convert_megatron,
+    convert_trainer,
+    rules_of,
+    section_of,
+)
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from tests.support.other_trainers import ARGUMENTS, AXOLOTL, CASES, MEGATRON, TRL
+from rapidformer_templates.planning.flags import SECTIONS
+from rapidformer_templates.planning.registry import switch_options
 from tests.support.texts import WORDS, write_jsonl
+
+CONFIGURATIONS = Path(__file__).parents[1] / "support" / "configurations"
+"""Configurations as these projects ship them. Each has the file that it becomes next to it: NAME.ours.yaml."""
+
+NAMES = sorted(file.name for file in CONFIGURATIONS.iterdir() if ".ours." not in file.name)
+OPTIONS = {
+    "llama-factory-sft.yaml": Options(world_size=2),
+    "llama-factory-v1.yaml": Options(world_size=4, task="causal_lm"),
+    "transformers-arguments.json": Options(task="sequence_classification"),
+}
 
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Enter a folder with the files that the configurations name."""
     monkeypatch.chdir(tmp_path)
-    zero = {"stage": 3, "overlap_comm": False, "reduce_bucket_size": "auto", "sub_group_size": 1e9}
-    (tmp_path / "ds_z3_config.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+    for stage in (2, 3):
+        zero = {"stage": stage, "overlap_comm": False, "reduce_bucket_size": "auto"}
+        (tmp_path / f"ds_z{stage}_config.json").write_text(
+            json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}})
+        )
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "v1_sft_demo.yaml").write_text("identity: {path: data/identity.json, source: local}\n")
-    described = {"alpaca_en_demo": {"file_name": "alpaca_en_demo.json"}}
+    pairs = {"file_name": "dpo_en_demo.json", "ranking": True, "columns": {"chosen": "chosen", "rejected": "worse"}}
+    described = {"alpaca_en_demo": {"file_name": "alpaca_en_demo.json"}, "dpo_en_demo": pairs}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(described))
     return tmp_path
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_configuration_becomes_ours_and_resolves(name: str, desk: Path) -> None:
-    file, text, options, expected = CASES[name]
-    (desk / file).write_text(text)
-    kind, result = converted(desk / file, None, options)
-    assert kind == name.split(",")[0]
-    ours = as_yaml(result, "converted")
-    assert yaml.safe_load(ours) == yaml.safe_load(expected)
+    shutil.copy(CONFIGURATIONS / name, desk)
+    kind, result = converted(desk / name, None, OPTIONS.get(name, Options()))
+    assert name.startswith(kind)
+    ours = as_yaml(result, f"{result.workers} workers")
+    assert ours == (CONFIGURATIONS / f"{Path(name).stem}.ours.yaml").read_text()
     (desk / "ours.yaml").write_text(ours)
     refusal, _ = refusal_of(desk / "ours.yaml", result.workers, "a100-80gb")
     assert refusal is None, refusal.render()
 
 
-def test_what_has_no_counterpart_is_named(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = {key: value for key, value in ARGUMENTS.items() if key != "label_smoothing_factor"}  # it needs a task
-    (desk / "args.json").write_text(json.dumps(plain))
+AXOLOTL = {"base_model": "a/b", "learning_rate": 1e-4, "datasets": [{"path": "d", "type": "alpaca"}]}
+FACTORY = {"model_name_or_path": "a/b", "stage": "sft", "do_train": True, "dataset": "d"}
+TRL = {"model_name_or_path": "a/b", "dataset_name": "d"}
+CAP = "the warmup has at most 100 steps there. In a long run, set lr-warmup-iters: 100"
+
+SMALL = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "trl": TRL, "transformers": {"output_dir": "out"}}
+KEYS = yaml.safe_load((CONFIGURATIONS.parent / "converted_keys.yaml").read_text())
+
+
+@pytest.mark.parametrize("case", KEYS, ids=lambda case: f"{case[0]}: {case[1]}"[:80])
+def test_keys_become_flags(case: tuple[str, dict[str, Value], dict[str, object], *tuple[str, ...]], desk: Path) -> None:
+    name, more, expected, *left = case
+    result = convert_trainer(name.replace("trl", "transformers"), SMALL[name] | more, Options())
+    assert {flag: result.flags.get(flag) for flag in expected} == expected
+    is_named = any(setting.startswith(left[0]) for setting in result.left) if left else not result.left
+    assert is_named, result.left
+
+
+def test_defaults_that_depend_on_what_a_file_does_not_say_are_notes(desk: Path) -> None:
+    assert CAP in convert_trainer("axolotl", AXOLOTL, Options()).notes
+    assert CAP not in convert_trainer("axolotl", AXOLOTL | {"warmup_steps": 10}, Options()).notes
+    notes = " ".join(convert_trainer("transformers", TRL | {"use_peft": True}, Options()).notes)
+    assert "peft chooses them by the model" in notes
+    assert "supervised fine-tuning is assumed" in notes
+    assert "TRL learns all tokens of conversations" in notes
+
+
+LLAMA = {
+    "position-embedding-type": "rope", "swiglu": True, "normalization": "RMSNorm", "disable-bias-linear": True,
+    "untie-embeddings-and-output-weights": True, "ffn-hidden-size": 11008, "attention-dropout": 0, "hidden-dropout": 0,
+}  # fmt: skip
+SIZES = {"num-layers": 2, "hidden-size": 4096, "num-attention-heads": 32, "train-iters": 5}
+
+
+@pytest.mark.parametrize("missing", [*list(LLAMA)[:6], None])
+def test_only_the_arguments_of_a_llama_make_one(missing: str | None) -> None:
+    """Without one of them, Megatron-LM builds a model that transformers does not have."""
+    arguments = {name: value for name, value in LLAMA.items() if name != missing}
+    result = convert_megatron("pretrain_gpt.py", SIZES | arguments, None, Options())
+    assert result.flags.get("model_type") == (None if missing else "llama")
+    assert any(hint == reader.OWN_MODEL and missing in left for left, hint in result.left.items()) if missing else True
+
+
+@pytest.mark.parametrize("only", [{"position-embedding-type": "rope"}, {"swiglu": True}, {"num-query-groups": 8}])
+def test_one_argument_does_not_make_a_llama(only: dict[str, Value]) -> None:
+    result = convert_megatron("pretrain_gpt.py", SIZES | only, None, Options())
+    assert "model_type" not in result.flags
+    assert {f"{name}: {reader.shown(value)}" for name, value in only.items()} <= result.left.keys()
+    assert convert_megatron("pretrain_gpt.py", SIZES, None, Options()).flags["model_type"] == "gpt2"
+
+
+def test_exponential_decay_of_megatron_is_not_another_one() -> None:
+    more = {"lr-decay-style": "WSD", "lr-wsd-decay-samples": 200, "global-batch-size": 2, "micro-batch-size": 1}
+    result = convert_megatron("pretrain_gpt.py", SIZES | more, None, Options())
+    assert (result.flags["lr_wsd_decay_iters"], "lr_wsd_decay_style" in result.flags) == (100, False)
+    assert "lr-wsd-decay-style: exponential" in result.left
+    result = convert_megatron("pretrain_gpt.py", SIZES | more | {"lr-wsd-decay-style": "minus_sqrt"}, None, Options())
+    assert result.flags["lr_wsd_decay_style"] == "1-sqrt"
+
+
+def test_what_is_not_converted_is_in_the_file_and_on_the_screen(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (desk / "args.json").write_text(
+        json.dumps({"output_dir": "out", "push_to_hub": True, "my_own_key": 3, "debug": "x"})
+    )
     assert main(["convert", "args.json", "--output", "ours.yaml"]) == 0
     shown = capsys.readouterr()
-    assert "  push_to_hub: true\n    push-to-hub: ORG/NAME\n" in shown.out
-    assert "  report_to: clearml\n    write a callback of your script" in shown.out
-    assert "Unknown to this command, and left out:\n  my_own_key: 3\n" in shown.out
-    assert "paged_adamw_32bit pages its states to host memory" in shown.out
+    assert "Not converted:\n  push_to_hub: true\n    push-to-hub: ORG/NAME\n  my_own_key: 3; debug: x\n" in shown.out
     assert "the file does not name a task, a model or data" in shown.out
-    assert "Not needed here: ddp_timeout" in shown.out
     assert shown.err.startswith("The plan for 1 worker resolves.\n")
     comments = {line[2:] for line in (desk / "ours.yaml").read_text().splitlines() if line.startswith("# ")}
     assert set(shown.out.splitlines()[1:]) <= comments
 
 
-def test_trainer_of_a_preference_file_is_asked_for(desk: Path) -> None:
-    (desk / "dpo.yaml").write_text(TRL)
-    assert any("does not name its trainer" in note for note in converted(desk / "dpo.yaml", None, Options())[1].notes)
-    (desk / "ipo.yaml").write_text(TRL + "loss_type: ipo\n")
-    result = converted(desk / "ipo.yaml", None, Options())[1]
-    assert (result.flags["preference_loss"], result.notes) == ("ipo", [])
-
-
-def test_arguments_of_megatron_are_named(desk: Path) -> None:
-    (desk / "train.sh").write_text(MEGATRON)
-    result = converted(desk / "train.sh", None, Options())[1]
-    assert result.workers == 8
-    assert result.unknown == ["brand-new-argument: 3"]
-    assert list(result.missing) == ["init-method-std: 0.006"]
-    assert result.ignored == ["overlap-grad-reduce"]
-    assert result.notes == ["the file does not set these variables, so write their values: $2"]
-
-
-def test_configuration_of_megatrons_tests_is_read(desk: Path) -> None:
-    arguments = {
-        "--num-layers": 12,
-        "--hidden-size": 512,
-        "--num-attention-heads": 8,
-        "--train-iters": 50,
-        "--bf16": True,
-    }
-    (desk / "model_config.yaml").write_text(yaml.safe_dump({"MODEL_ARGS": {**arguments, "--normalization": "RMSNorm"}}))
-    kind, result = converted(desk / "model_config.yaml", None, Options())
-    assert kind == "megatron"
-    assert {
-        "num_layers": 12,
-        "hidden_size": 512,
-        "train_iters": 50,
-        "mixed_precision": "bf16",
-    }.items() <= result.flags.items()
-    assert list(result.missing) == ["normalization: RMSNorm"]
-
-
-def test_accumulation_over_epochs_resolves(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (desk / "qlora.yml").write_text(AXOLOTL)
-    assert main(["convert", "qlora.yml"]) == 0
+def test_workers_decide_the_global_batch(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(CONFIGURATIONS / "axolotl-qlora.yml", desk)
+    assert main(["convert", "axolotl-qlora.yml", "--world-size", "4"]) == 0
     shown = capsys.readouterr()
     ours = yaml.safe_load(shown.out)
-    assert (ours["train-iters"], ours["micro-batch-size"], ours["global-batch-size"]) == ("1epochs", 2, 8)
-    assert "epochs" not in ours
-    assert "The plan for 1 worker resolves." in shown.err
+    assert (ours["global-batch-size"], ours["train-iters"], ours["eval-interval"]) == (32, "1epochs", "0.25epochs")
+    assert "The plan for 4 workers resolves." in shown.err
 
 
-def test_workers_decide_the_global_batch(desk: Path) -> None:
-    (desk / "qlora.yml").write_text(AXOLOTL)
-    flags = converted(desk / "qlora.yml", None, Options(world_size=4))[1].flags
-    assert (flags["global_batch_size"], flags["train_iters"], flags["eval_interval"]) == (32, "1epochs", "0.25epochs")
+def test_samples_turn_shares_into_numbers(desk: Path) -> None:
+    values = {"output_dir": "out", "logging_steps": 0.25, "gradient_accumulation_steps": 2}
+    result = convert_trainer("transformers", values, Options(world_size=8, samples=1650))
+    assert (result.flags["train_iters"], result.flags["log_interval"]) == ("3epochs", 10)  # a quarter of 3 × 13
+    result = convert_trainer("axolotl", AXOLOTL | {"val_set_size": 100}, Options(samples=1000))
+    assert (result.flags["validation_fraction"], result.left) == (0.1, {})
 
 
 def test_packages_that_are_missing_are_no_refusal(
     desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", dict)
-    (desk / "qlora.yml").write_text(AXOLOTL)
-    assert main(["convert", "qlora.yml"]) == 0
+    shutil.copy(CONFIGURATIONS / "axolotl-qlora.yml", desk)
+    assert main(["convert", "axolotl-qlora.yml"]) == 0
     shown = capsys.readouterr().err
     assert "The plan for 1 worker resolves." in shown
     assert "adamw_bnb_8bit needs bitsandbytes, which is not installed" in shown
 
 
+def test_refused_plan_is_written_and_explained(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (desk / "qlora.yml").write_text(yaml.safe_dump(AXOLOTL | {"load_in_4bit": True}))  # without adapters
+    assert main(["convert", "qlora.yml", "--output", "ours.yaml"]) == 2
+    assert "The plan for 1 worker does not resolve yet:\nerror[RF" in capsys.readouterr().err
+    assert yaml.safe_load((desk / "ours.yaml").read_text())["quantize-base"] == "nf4"
+
+
 def test_output_is_not_overwritten_unless_asked(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (desk / "dpo.yaml").write_text(TRL)
+    shutil.copy(CONFIGURATIONS / "transformers-dpo.yaml", desk)
     (desk / "ours.yaml").write_text("lr: 1\n")
-    assert main(["convert", "dpo.yaml", "--output", "ours.yaml"]) == 2
+    assert main(["convert", "transformers-dpo.yaml", "--output", "ours.yaml"]) == 2
     assert (desk / "ours.yaml").read_text() == "lr: 1\n"
     assert "ours.yaml already exists and is left unchanged" in capsys.readouterr().err
-    assert main(["convert", "dpo.yaml", "--output", "ours.yaml", "--overwrite"]) == 0
+    assert main(["convert", "transformers-dpo.yaml", "--output", "ours.yaml", "--overwrite"]) == 0
     assert yaml.safe_load((desk / "ours.yaml").read_text())["lr"] == 5e-7
     assert sorted(path.name for path in desk.glob("*.tmp")) == []
 
 
 BASE = "base_model: a/b\nlearning_rate: 1e-4\ndatasets: [{path: d, type: alpaca}]\n"
-FACTORY = "model_name_or_path: a/b\nfinetuning_type: lora\nstage: sft\ndo_train: true\nlearning_rate: 1e-4\n"
+SFT = "model_name_or_path: a/b\nfinetuning_type: lora\nstage: sft\ndo_train: true\nlearning_rate: 1e-4\n"
 
 MISTAKES = {
     "none.yaml": ("", "the file none.yaml does not exist"),
@@ -146,18 +198,19 @@ MISTAKES = {
     "other.yaml": ("colour: red\n", "are not those of a training configuration"),
     "accelerate.yaml": ("compute_environment: LOCAL_MACHINE\n", "is a file for accelerate launch"),
     "version1.yaml": ("model: a\ntrain_dataset: b\npref_loss: hinge\n", "pref_loss: hinge is not supported"),
-    "words.yml": (BASE + "micro_batch_size: many\n", "micro_batch_size needs a number, not 'many'"),
-    "half.yml": (BASE + "micro_batch_size: 1.5\n", "micro_batch_size needs a whole number, not 1.5"),
-    "maybe.yml": (BASE + "sample_packing: maybe\n", "sample_packing needs true or false, not 'maybe'"),
+    "words.yml": (BASE + "micro_batch_size: many\n", "micro_batch_size needs a whole number, not 'many'"),
+    "half.yml": (BASE + "micro_batch_size: 1.5\n", "micro_batch_size needs a whole number, not '1.5'"),
+    "maybe.yml": (BASE + "sample_packing: maybe\n", "--pack-sequences must be true or false, not 'maybe'"),
     "grpo.yml": (BASE + "rl: grpo\n", "rl: grpo is not supported"),
     "vision.yml": (BASE + "processor_type: AutoProcessor\n", "models that read images or sound are not supported"),
     "no_rate.yml": ("base_model: a/b\n", "there is no learning_rate"),
-    "ppo.yaml": (FACTORY.replace("sft", "ppo"), "stage: ppo is not supported"),
-    "oft.yaml": (FACTORY.replace("lora", "oft"), "finetuning_type: oft is not supported"),
-    "hinge.yaml": (FACTORY.replace("sft", "dpo") + "pref_loss: hinge\n", "pref_loss: hinge is not supported"),
-    "predict.yaml": (FACTORY.replace("do_train", "do_predict"), "this file does not train"),
+    "ppo.yaml": (SFT.replace("sft", "ppo"), "stage: ppo is not supported"),
+    "oft.yaml": (SFT.replace("lora", "oft"), "finetuning_type: oft is not supported"),
+    "hinge.yaml": (SFT.replace("sft", "dpo") + "pref_loss: hinge\n", "pref_loss: hinge is not supported"),
+    "predict.yaml": (SFT.replace("do_train", "do_predict"), "this file does not train"),
     "tuned.yaml": ("output_dir: a\nnum_generations: 4\n", "reinforcement learning with generation is not supported"),
-    "apo.yaml": ("output_dir: a\nloss_type: apo_zero\n", "loss_type: apo_zero has no counterpart"),
+    "apo.yaml": ("output_dir: a\nloss_type: apo_zero\n", "loss_type: apo_zero is not supported"),
+    "two.yaml": ("output_dir: a\nloss_type: [sigmoid, ipo]\n", 'loss_type: ["sigmoid", "ipo"] is not supported'),
     "nothing.sh": ("echo train.py\n", "no command with a training script and its arguments was read"),
     "mamba.sh": ("torchrun pretrain_hybrid.py --train-iters 5\n", "pretrain_hybrid.py has no counterpart"),
     "idle.sh": ("torchrun pretrain_gpt.py --num-layers 2\n", "this command line does not train"),
@@ -179,49 +232,81 @@ def test_mistakes_are_explained(file: str, desk: Path, capsys: pytest.CaptureFix
     assert shown.out == ""
 
 
-STRANGE = (None, True, [], [1], {"a": 1}, "x", -1, 0.5, "auto", [{"a": [1]}])
+STRANGE = (None, True, False, [], [1], {"a": 1}, "x", -1, 0.5, "auto", [{"a": [1]}], "$1", 0)
+EVERY = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "transformers": TRL}
+EVERY |= {"llama-factory, version 1": {"model": "a", "train_dataset": "b"}, "megatron": {}}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "megatron"])
+@pytest.mark.parametrize("name", EVERY)
 def test_strange_values_raise_errors_for_users_only(name: str, desk: Path) -> None:
-    """Each key has each strange value once. It is converted, named, or refused with a message."""
-    _, text, options, _ = CASES[name]
-    kind, values = name.split(",")[0], yaml.safe_load(text)
-    messages = []
-    for key in values:
-        for value in STRANGE:
-            try:
-                as_yaml(FORMATS[kind](values | {key: value}, options), "converted")
-            except RapidformerError as error:
-                messages.append(error.message)
-    assert all(messages)
-    assert 20 < len(messages) < len(values) * len(STRANGE) / 2
+    """Each key of the rules has three strange values. It is converted, named, or refused with a message."""
+    keys = [key for section in reader.RULES[name] for key in rules_of(section)]
+    count = 0
+    for key, value in zip(keys * 3, cycle(STRANGE)):
+        with suppress(RapidformerError):
+            if name == "megatron":
+                result = convert_megatron("pretrain_gpt.py", SIZES | {key: value}, None, Options())
+            else:
+                result = convert_trainer(name.partition(",")[0], EVERY[name] | {key: value}, Options())
+            as_yaml(result, "converted")
+            count += 1
+    assert count > len(keys)
 
 
-@pytest.mark.parametrize("more", [["--task", "pretraining"], ["--task", "masked_lm"]])
-def test_task_decides_which_flags_are_set(more: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (desk / "args.json").write_text(json.dumps({"output_dir": "out", "learning_rate": 1e-4}))
-    assert main(["convert", "args.json", *more]) == 0, capsys.readouterr().err
-    assert ("validation-fraction" in capsys.readouterr().out) == ("masked_lm" in more)
+@pytest.mark.parametrize("name", EVERY)
+def test_rules_set_flags_of_this_library(name: str) -> None:
+    """A rule, a default and a shared table name flags, or facts from which the reader computes flags."""
+    kinds = [*SECTIONS.values(), *switch_options().values()]
+    flags = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    flags |= section_of("megatron.models")["default"].keys()  # they decide the architecture
+    code = Path(reader.__file__).read_text(encoding="utf-8")
 
+    def check(outcome: object, key: str) -> None:
+        for name in outcome if isinstance(outcome, dict) else ():
+            is_fact = f'"{name}"' in code or name.startswith(("save_", "eval_", "saves_", "evals_", "lr_"))
+            assert name in flags or name in ("hint", "note", "refuse") or is_fact, (key, name)
 
-def test_parts_of_a_schedule_that_have_no_flag_are_named(desk: Path) -> None:
-    arguments = {"output_dir": "out", "lr_scheduler_type": "cosine", "learning_rate": 1e-4}
-    details = {"num_cycles": 0.5, "min_lr_rate": 0.1}
-    result = FORMATS["transformers"](arguments | {"lr_scheduler_kwargs": details}, Options())
-    assert result.flags["min_lr"] == pytest.approx(1e-5)
-    assert list(result.missing) == ["lr_scheduler_kwargs.num_cycles: 0.5"]
-    assert "lr_num_cycles" not in result.flags
+    for section in reader.RULES[name]:
+        for key, rule in rules_of(section).items():
+            values = rule.get("values", {})
+            outcomes = section_of(f"transformers.{values}") if isinstance(values, str) else values
+            for outcome in (*outcomes.values(), rule.get("set", {}), {rule["flag"]: 1} if "flag" in rule else {}):
+                check(outcome, key)
+            assert rule.keys() <= {"flag", "values", "set", "hint", "note", "refuse"}
+        check(section_of(section).get("defaults", {}), section)
 
 
 def test_format_that_is_named_is_used(desk: Path) -> None:
     (desk / "arguments.txt").write_text("python pretrain_bert.py --train-iters 5 --micro-batch-size 2\n")
     kind, result = converted(desk / "arguments.txt", "megatron", Options())
-    assert (kind, result.flags["model_type"], result.flags["sentence_pairs"]) == ("megatron", "bert", True)
+    assert (kind, result.flags["model_type"], result.flags["sentence_pairs"]) == ("megatron", "megatron-bert", True)
     (desk / "few.yaml").write_text("model_name_or_path: a/b\ndo_train: true\n")
     assert converted(desk / "few.yaml", "llama-factory", Options())[0] == "llama-factory"
     with pytest.raises(ConfigError, match="name its format with --from"):
         converted(desk / "few.yaml", None, Options())
+
+
+@pytest.mark.parametrize("more", [["--task", "pretraining"], ["--task", "masked_lm"]])
+def test_task_decides_which_flags_are_set(more: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (desk / "args.yaml").write_text("output_dir: out\nlearning_rate: 1e-4\n")
+    assert main(["convert", "args.yaml", *more]) == 0, capsys.readouterr().err
+    assert ("validation-fraction" in capsys.readouterr().out) == ("masked_lm" in more)
+
+
+@pytest.mark.slow
+def test_arguments_of_transformers_that_nobody_has_set_are_not_named(desk: Path) -> None:
+    """A file with the defaults of the installed version converts to their meaning here."""
+    from transformers import TrainingArguments
+
+    (desk / "args.json").write_text(TrainingArguments(output_dir="out").to_json_string())
+    result = converted(desk / "args.json", None, Options())[1]
+    assert result.left == {}
+    expected = {
+        "micro_batch_size": 8, "epochs": 3, "lr": 5e-05, "lr_decay_style": "linear", "weight_decay": 0.0, "seed": 42,
+        "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "optimizer": "adamw_torch_fused", "save": "out",
+        "save_interval": 500, "log_interval": 500, "validation_fraction": 0.0,
+    }  # fmt: skip
+    assert result.flags == expected
 
 
 @pytest.mark.slow
@@ -238,19 +323,13 @@ def test_converted_configuration_trains(desk: Path, gpt_folder: Path) -> None:
     rows = [{"instruction": f"{word}?", "input": "", "output": word} for word in WORDS[:20]]
     write_jsonl(desk / "alpaca.jsonl", rows)
     wanted = {
-        "base_model": "./model",
-        "datasets": [{"path": "./alpaca.jsonl", "type": "alpaca"}],
-        "num_epochs": 1,
-    }
-    wanted |= {"sequence_len": 64, "optimizer": "adamw_torch", "val_set_size": 0.2, "output_dir": "out", "lora_r": 4}
-    wanted |= {
-        "attn_implementation": "sdpa",
-        "adapter": "lora",
-        "lora_target_linear": True,
-        "sample_packing": False,
-        "load_in_4bit": False,
-    }
-    (desk / "lora.yml").write_text(yaml.safe_dump(yaml.safe_load(AXOLOTL) | wanted))
+        "base_model": "./model", "datasets": [{"path": "./alpaca.jsonl", "type": "alpaca"}], "num_epochs": 1,
+        "sequence_len": 64, "optimizer": "adamw_torch", "val_set_size": 0.2, "output_dir": "out", "lora_r": 4,
+        "attn_implementation": "sdpa", "adapter": "lora", "lora_target_linear": True, "lora_target_modules": None,
+        "sample_packing": False, "load_in_4bit": False,
+    }  # fmt: skip
+    theirs = yaml.safe_load((CONFIGURATIONS / "axolotl-qlora.yml").read_text())
+    (desk / "lora.yml").write_text(yaml.safe_dump(theirs | wanted))
     assert main(["convert", "lora.yml", "--output", "ours.yaml"]) == 0
     Finetuner(["--config", "ours.yaml", "--device", "cpu"]).fit()
     summary = json.loads((desk / "out" / "summary.json").read_text())
@@ -259,18 +338,3 @@ def test_converted_configuration_trains(desk: Path, gpt_folder: Path) -> None:
     assert (summary["metrics"]["eval_loss"] > 0, summary["best"]) == (True, None)
     adapters = json.loads((desk / "out" / "export" / "adapter_config.json").read_text())
     assert (adapters["r"], adapters["lora_alpha"], adapters["lora_dropout"]) == (4, 16, 0.05)
-
-
-@pytest.mark.slow
-def test_every_argument_of_transformers_is_known(desk: Path) -> None:
-    """A file with the defaults of the installed version converts to their meaning here, and nothing is unknown."""
-    from transformers import TrainingArguments
-
-    (desk / "args.json").write_text(TrainingArguments(output_dir="out").to_json_string())
-    result = converted(desk / "args.json", None, Options())[1]
-    assert (result.unknown, result.missing) == ([], {})
-    expected = {
-        "micro_batch_size": 8, "epochs": 3, "lr": 5e-05, "weight_decay": 0.0, "seed": 42, "save": "out",
-        "save_interval": 500, "log_interval": 500, "validation_fraction": 0.0,
-    }  # fmt: skip
-    assert result.flags == expected

@@ -19,7 +19,7 @@ import yaml
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedConfig
 
 from rapidformer_templates.commands.convert.cli import converted
-from rapidformer_templates.commands.convert.conversion import Options
+from rapidformer_templates.commands.convert.reader import Options
 from rapidformer_templates.commands.plan import plan_request
 from rapidformer_templates.data.finetuning.tables import read_dataset
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
@@ -40,11 +40,11 @@ from rapidformer_templates.run.saved_model import find_saved
 from rapidformer_templates.run.saving import show_changes
 from rapidformer_templates.switches.lora.exported import base_of, check_base
 from tests.support.indexed_sets import numbered
-from tests.support.other_trainers import ARGUMENTS, AXOLOTL, MEGATRON
 from tests.support.rotten_input import Rotten
 from tests.support.texts import TEXTS, TINY
 from tests.support.worker_pool import alone
 
+CONFIGURATIONS = Path(__file__).parents[1] / "support" / "configurations"
 FEW, MANY, ALL = 3, 500, 10_000
 """Inputs per reader by default, in the longer tests and in the exhaustive ones."""
 
@@ -92,7 +92,7 @@ NAMES = (
     "corpus.jsonl", "corpus.txt", "corpus.parquet", *(f"rows of {name}" for name in TASKS), "set.idx", "set.bin",
     "set.sums.json", "plan.json", "metrics.jsonl", "task.json", "manifest.json", "index.json", "state.json",
     "random-00000.safetensors", "weights-00000-00000.safetensors", "adapter_config.json", "adapter_base.json",
-    "axolotl.yaml", "arguments.json", "megatron.sh",
+    "axolotl-qlora.yml", "transformers-arguments.json", "megatron-gpt.sh",
 )  # fmt: skip
 
 
@@ -244,14 +244,13 @@ def settings_readers() -> Iterator[tuple[str, Rotten]]:
     yield "yaml of JSON", Rotten({"my.yaml": in_json(FLAGS)}, "my.yaml", planned, 4)
     words = ("--deepspeed-config", "{}/ds.json", "--task", "causal_lm", "--device", "cpu", "--nproc-per-node", "2")
     yield "deepspeed", Rotten({"ds.json": in_json(DEEPSPEED)}, "ds.json", plan(*words), 4)
-    texts = {"axolotl.yaml": AXOLOTL, "arguments.json": json.dumps(ARGUMENTS), "megatron.sh": MEGATRON}
-    for name, text in texts.items():
-        options = Options(task="sequence_classification") if name == "arguments.json" else Options()
+    for name in ("axolotl-qlora.yml", "transformers-arguments.json", "megatron-gpt.sh"):
+        options = Options(task="sequence_classification") if name.endswith(".json") else Options()
 
         def convert(folder: Path, name: str = name, options: Options = options) -> None:
             converted(folder / name, None, options)
 
-        yield name, Rotten({name: text.encode()}, name, convert)
+        yield name, Rotten({name: (CONFIGURATIONS / name).read_bytes()}, name, convert)
 
 
 def model_readers(folder: Path, tokenizer: Path) -> Iterator[tuple[str, Rotten]]:

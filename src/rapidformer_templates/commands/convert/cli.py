@@ -7,22 +7,22 @@ import dataclasses
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rapidformer_templates.commands.convert.axolotl import convert_axolotl
-from rapidformer_templates.commands.convert.conversion import (
+import yaml
+
+from rapidformer_templates.commands.convert.reader import (
+    UNKNOWN,
+    Conversion,
     Options,
-    Result,
     Value,
-    as_yaml,
+    convert_megatron,
+    convert_trainer,
     mapping_of,
-    read_text,
-    remarks,
+    shown,
 )
-from rapidformer_templates.commands.convert.llama_factory import convert_llama_factory
-from rapidformer_templates.commands.convert.megatron import arguments_of_script, convert_megatron
-from rapidformer_templates.commands.convert.trl import convert_arguments
+from rapidformer_templates.commands.convert.shell import arguments_of_script
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
 from rapidformer_templates.planning.environment import DEVICE_KINDS, OPTIONAL_PACKAGES
@@ -30,14 +30,10 @@ from rapidformer_templates.planning.flag_parser import CommandParser, dashed, po
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.early_checks import check_metric
-from rapidformer_templates.system.files import write_text, writing
+from rapidformer_templates.system.files import explain, write_text, writing
 
-FORMATS: Mapping[str, Callable[[dict[str, Value], Options], Result]] = {
-    "axolotl": convert_axolotl,
-    "llama-factory": convert_llama_factory,
-    "transformers": convert_arguments,
-}
-"""Formats of keys and values. ``megatron`` is the fourth one, a shell script."""
+FORMATS = ("axolotl", "llama-factory", "transformers", "megatron")
+"""The formats. The last one is a shell script, and the others are keys and values."""
 
 USUAL_GPU = "a100-80gb"
 
@@ -94,9 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         "file", metavar="FILE", help="YAML of axolotl, LLaMA-Factory or TRL, JSON of TrainingArguments, or a shell "
         "script that starts Megatron-LM",
     )  # fmt: skip
-    parser.add_argument(
-        "--from", dest="format", choices=(*FORMATS, "megatron"), help="format (default: recognized by its keys)"
-    )
+    parser.add_argument("--from", dest="format", choices=FORMATS, help="format (default: recognized by its keys)")
     parser.add_argument("--output", metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.add_argument("--world-size", type=positive, metavar="N", help="workers (default: those in the file, else 1)")
@@ -111,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def converted(file: Path, name: str | None, options: Options) -> tuple[str, Result]:
+def converted(file: Path, name: str | None, options: Options) -> tuple[str, Conversion]:
     """Convert a file.
 
     Args:
@@ -123,20 +117,53 @@ def converted(file: Path, name: str | None, options: Options) -> tuple[str, Resu
     Raises:
         RapidformerError: the file cannot be read or converted.
     """
-    text = read_text(file)
+    if not file.is_file():
+        raise ConfigError(f"the file {file} does not exist", where="FILE")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not a text file: {error}", where="FILE") from error
+    except OSError as error:
+        what, to_do = explain(error)
+        raise RapidformerError(f"{file} cannot be read: {what}", hint=to_do) from error
     if file.suffix == ".sh" or (name == "megatron" and file.suffix not in (".yaml", ".yml")):
-        script, arguments, workers = arguments_of_script(text)
-        return "megatron", convert_megatron(script, arguments, workers, options)
+        return "megatron", convert_megatron(*arguments_of_script(text), options)
     values = mapping_of(text, file)
-    arguments_of_test = values.get("MODEL_ARGS")
-    if name in (None, "megatron") and isinstance(arguments_of_test, dict):
-        arguments = {key.removeprefix("--"): value for key, value in arguments_of_test.items()}
-        named = re.search(r"pretrain_\w+\.py", text)
-        return "megatron", convert_megatron(named[0] if named else "pretrain_gpt.py", arguments, None, options)
+    arguments = values.get("MODEL_ARGS")
+    if name in (None, "megatron") and isinstance(arguments, dict):  # a test of Megatron-LM
+        named = {key.removeprefix("--"): value for key, value in arguments.items()}
+        script = re.search(r"pretrain_\w+\.py", text)
+        return "megatron", convert_megatron(script[0] if script else "pretrain_gpt.py", named, None, options)
     name = name or recognized(values, file)
-    if name not in FORMATS:
+    if name == "megatron":
         raise ConfigError(f"{file} is not a shell script", where="--from megatron", hint="leave --from out")
-    return name, FORMATS[name](values, options)
+    result = convert_trainer(name, values, options)
+    if name == "transformers" and file.suffix == ".json":  # it has every argument, also those that nobody has set
+        from transformers import TrainingArguments
+
+        usual = {f"{argument.name}: {shown(argument.default)}" for argument in dataclasses.fields(TrainingArguments)}
+        result.left = {setting: hint for setting, hint in result.left.items() if setting not in usual}
+    return name, result
+
+
+def remarks(result: Conversion) -> list[str]:
+    """Return the lines about everything that the flags do not show."""
+    lines = ["Not converted:"] if result.left else []
+    for hint in sorted(dict.fromkeys(result.left.values()), key=UNKNOWN.__eq__):  # settings with one hint share a line
+        lines += [f"  {'; '.join(key for key, other in result.left.items() if other == hint)}", f"    {hint}"]
+    return [*lines, *(["Notes:"] if result.notes else []), *(f"  {note}" for note in result.notes)]
+
+
+def as_yaml(result: Conversion, title: str) -> str:
+    """Return the text of a file for ``--config``: the flags, and then the remarks as comments.
+
+    Args:
+        title: the first line.
+    """
+    flags = {name.replace("_", "-"): value for name, value in result.flags.items()}
+    body = yaml.safe_dump(flags, sort_keys=False, allow_unicode=True, width=1000) if flags else ""
+    comments = [f"# {line}\n" for line in remarks(result)]
+    return "".join([f"# {title}\n", body, *(["\n", *comments] if comments else [])])
 
 
 def recognized(values: Mapping[str, Value], file: Path) -> str:

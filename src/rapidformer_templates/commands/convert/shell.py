@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from rapidformer_templates.errors import ConfigError
 
@@ -25,14 +24,39 @@ _SETTING = re.compile(
     r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?(\w+)(\+?)=(\(.*\)|\"[^\"]*\"|'[^']*'|\S*)$", re.DOTALL
 )
 _TEST = re.compile(r"\[\[?\s+(.*?)\s+\]?\]", re.DOTALL)
-_OPERATORS: dict[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_SUM = re.compile(r"\s*[1-9]\d{0,17}(\s*[-+*/%]\s*[1-9]\d{0,17})*\s*")
 _JOINING = ("then", "do", "done", "{", "}")
+
+
+def arguments_of_script(text: str) -> tuple[str, dict[str, Any], int | None]:
+    """Return the training script, its arguments and the number of workers that a shell script starts.
+
+    Raises:
+        ConfigError: the shell script starts no training script with arguments.
+    """
+    for words in commands(text):
+        scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+        if scripts and any(word.startswith("--") for word in words[scripts[0] + 1 :]):
+            launcher = {name.replace("-", "_"): str(value) for name, value in _arguments(words[: scripts[0]]).items()}
+            local, nodes = launcher.get("nproc_per_node", ""), launcher.get("nnodes", "")
+            workers = int(local) * (int(nodes) if nodes.isdecimal() else 1) if local.isdecimal() else None
+            return words[scripts[0]], _arguments(words[scripts[0] + 1 :]), workers
+    hint = "the file must contain a command such as: torchrun … pretrain_gpt.py --num-layers …"
+    raise ConfigError("no command with a training script and its arguments was read", where="FILE", hint=hint)
+
+
+def _arguments(words: Iterable[str]) -> dict[str, str | int]:
+    """Return the arguments by name, without the dashes. An argument without a value is true."""
+    arguments: dict[str, str | bool] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            arguments[name] = value if equals else True
+        elif name:
+            before = arguments[name]
+            arguments[name] = word if before is True else f"{before} {word}"
+    return {name: int(value) if str(value).isdecimal() else value for name, value in arguments.items()}
 
 
 @dataclass
@@ -155,20 +179,11 @@ def expanded(text: str, variables: dict[str, str], unset: str | None = None) -> 
 
 
 def _computed(match: re.Match[str], variables: dict[str, str]) -> str:
-    """Return the result of an arithmetic expression, or the expression if it is not one of whole numbers."""
+    """Return the result of an arithmetic expression, or the expression if it is not one of positive whole numbers."""
     named = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
-    try:
-        return str(_evaluated(ast.parse(named.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError):
-        return match[0]
-
-
-def _evaluated(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
-    raise ValueError
+    return (
+        str(eval(named.strip().replace("/", "//"))) if _SUM.fullmatch(named) else match[0]
+    )  # digits and operators only
 
 
 def _value(text: str) -> str:
