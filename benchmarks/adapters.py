@@ -27,9 +27,8 @@ from rich.console import Group
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.contest import Answer, Columns, Contest, Flag, Row, mean_sd, table
+from benchmarks.contest import Advance, Answer, Columns, Contest, Flag, Row, asks, mean_sd, progress, table
 from benchmarks.texts import documented
-from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.demo import DATA_NAME, demo_model_folder, make_demo_data
 from rapidformer_templates.finetuner import Finetuner
 from rapidformer_templates.pretrainer import Pretrainer
@@ -219,6 +218,7 @@ def _columns(heading: str) -> Columns:
     }
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     names, absent = available()
     torch.set_num_threads(1)

@@ -21,10 +21,9 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - it would be impo
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.contest import Answer, Columns, Flag, table, verdict
+from benchmarks.contest import Advance, Answer, Columns, Flag, asks, progress, table, verdict
 from benchmarks.measured_export import Weights, growth_of_process
 from benchmarks.new_processes import run_in_new_processes
-from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.export import export_checkpoint
 from rapidformer_templates.switches.lora.exported import merge
@@ -147,6 +146,7 @@ def notes(costs: dict[str, Cost]) -> list[str]:
     return lines
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     with progress("export-memory", options.repeats * 4) as advance:
         costs = measure(options, advance)

@@ -25,11 +25,10 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 import torch.distributed as dist
 
-from benchmarks.contest import Answer, Columns, Flag, table
+from benchmarks.contest import Answer, Columns, Flag, asks, progress, table
 from benchmarks.killed_runs import difference, files_of, last_words
 from benchmarks.trainees import Marks, Ours, Outcome
 from benchmarks.worker_faults import ENGINES, PRELOADED, launch, processes_of, wait_for_end
-from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.trainer import Trainer
 
@@ -162,6 +161,7 @@ class Row(TypedDict):
     difference: str | None
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     engines = list(ENGINES) if options.engine == "all" else [options.engine]
     faults = [name for name in FAULTS if options.fault == "all" or name.startswith(options.fault)]

@@ -22,11 +22,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.contest import Answer, Columns, Flag, table
+from benchmarks.contest import Answer, Columns, Flag, asks, progress, table
 from benchmarks.killed_runs import FaultReport, Life, SaveClock, Solution, run_faults
 from benchmarks.trainees import TRAINEES, Marks, Ours, Outcome, Place, Trainee, TransformersTrainer, live
 from benchmarks.worker_faults import ENGINES, Group, Victim
-from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.errors import ConfigError
 
 FLAGS = (
@@ -118,6 +117,7 @@ class SingleProcess:
         return Life(seconds, marks.place if killed else None, None if killed else process.exitcode, tuple(clock.saves))
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     solutions = _solutions(options)
     with ExitStack() as stack:

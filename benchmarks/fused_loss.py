@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.contest import Answer, Columns, Contest, Flag, Row, bars, table
+from benchmarks.contest import Advance, Answer, Columns, Contest, Flag, Row, asks, bars, progress, table
 from benchmarks.models import gpt2
-from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.commands.bench.worker import peak_mb
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import saved_bytes
@@ -91,7 +89,7 @@ def _growth(body: Callable[[], None]) -> float | None:
         return None
     before = resident_bytes("VmRSS") / 1e6
     body()
-    return round(peak_mb("cpu") - before, 1)
+    return round(resident_bytes("VmHWM") / 1e6 - before, 1)
 
 
 def measure(options: argparse.Namespace, device: torch.device, advance: Advance = lambda text: None) -> list[Row]:
@@ -115,6 +113,7 @@ def measure(options: argparse.Namespace, device: torch.device, advance: Advance 
     ]
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from benchmarks.contest import Advance
 from benchmarks.trainees import Marks, Outcome, Place
-from rapidformer_templates.commands.bench.output import Advance
 from rapidformer_templates.errors import RapidformerError
 
 KillT = TypeVar("KillT")

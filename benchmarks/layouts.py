@@ -23,8 +23,7 @@ import torch
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.contest import Answer, Columns, Flag, Row, table
-from rapidformer_templates.commands.bench.output import progress
+from benchmarks.contest import Answer, Columns, Flag, Row, asks, progress, table
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system import launch
@@ -73,6 +72,7 @@ COLUMNS: Columns = {
 }
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     ways = options.ways
     layouts = [layout for layout in LAYOUTS if _workers(layout) <= options.workers]

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.contest import Answer, Columns, Flag, Row, table
+from benchmarks.contest import Answer, Columns, Flag, Row, asks, progress, table
 from benchmarks.planner_worker import long_llama
-from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import WorkerFailed
 from rapidformer_templates.system import launch
@@ -34,6 +33,7 @@ FLAGS = (
 COLUMNS: Columns = {"workers": "{workers}", "tokens": "{tokens:,}", "cap": "{cap:,} MB", "one step": "{outcome}"}
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     with progress("longest", 2) as advance:
         rows = []

@@ -21,8 +21,9 @@ def gpt2(layers: int, hidden: int, heads: int, vocabulary: int, length: int, dro
 
 
 def trainer_arguments(folder: str | Path, **more: Any) -> transformers.TrainingArguments:
-    """Return arguments for a silent transformers Trainer on a CPU."""
-    return transformers.TrainingArguments(output_dir=str(folder), use_cpu=True, disable_tqdm=True, report_to=[], **more)
+    """Return arguments for a silent transformers Trainer, by default on a CPU."""
+    quiet: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": [], **more}
+    return transformers.TrainingArguments(output_dir=str(folder), **quiet)
 
 
 def callbacks(**hooks: Callable[[], None]) -> list[Any]:

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from benchmarks.contest import Answer, Columns, Contest, Flag, Row, table, verdict
+from benchmarks.contest import Advance, Answer, Columns, Contest, Flag, Row, asks, progress, table, verdict
 from benchmarks.models import gpt2
 from benchmarks.texts import write_corpus
-from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.pretrainer import Pretrainer
 from rapidformer_templates.run.folder import read_metrics
@@ -177,6 +176,7 @@ def measure_speed(rounds: int, advance: Advance = lambda text: None) -> Contest:
     return contest
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     with tempfile.TemporaryDirectory() as temporary, progress("moe", 2 + options.rounds + 3) as advance:
         folder = Path(temporary)

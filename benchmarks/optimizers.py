@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.contest import Answer, Contest, Flag, Row, table
+from benchmarks.contest import Advance, Answer, Contest, Flag, Row, asks, progress, table
 from benchmarks.models import gpt2
 from benchmarks.texts import docstrings
-from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.engines.optimizer_state import state_tensors
 from rapidformer_templates.engines.receipt import bytes_by_kind
 from rapidformer_templates.engines.recipe import default_optimizer, schedule, undecayed
@@ -150,6 +149,7 @@ def measure(names: Sequence[str], options: argparse.Namespace, text: torch.Tenso
     ]
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names, absent = available()

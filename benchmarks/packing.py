@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.contest import Answer, Contest, Flag, Row, table
-from rapidformer_templates.commands.bench.output import progress
-from rapidformer_templates.commands.bench.worker import peak_mb
+from benchmarks.contest import Answer, Contest, Flag, Row, asks, progress, table
 from rapidformer_templates.switches.flash_attention.kernels import NAMES
+from rapidformer_templates.system.process_state import resident_bytes
 
 FLAGS = (Flag("rounds", 10, "steps per way"), Flag("tokens", 2048, "tokens per row"))
 
@@ -64,9 +63,9 @@ def _peak_of_a_step(way: str, tokens: int, threads: int) -> float:
     torch.set_num_threads(threads)
     model = make_model()
     step(model, make_batch(64), way)  # allocates everything that is allocated only once
-    batch, before = make_batch(tokens), peak_mb("cpu")
+    batch, before = make_batch(tokens), resident_bytes("VmHWM") / 1e6
     step(model, batch, way)
-    return peak_mb("cpu") - before
+    return resident_bytes("VmHWM") / 1e6 - before
 
 
 def measure_packing(rounds: int, tokens: int) -> list[Row]:
@@ -92,6 +91,7 @@ def measure_packing(rounds: int, tokens: int) -> list[Row]:
     ]
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     rows = measure_packing(options.rounds, options.tokens)
     documents = int((make_batch(options.tokens)["position_ids"] == 0).sum())

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 
 from benchmarks import planner_others, planner_worker
-from benchmarks.contest import Answer, Columns, Flag, Row, table
+from benchmarks.contest import Advance, Answer, Columns, Flag, Row, asks, progress, table
 from benchmarks.planner_worker import MODELS, TRAINING
-from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.commands.bench.tables import PARALLEL, PARTITIONING, Solution
+from benchmarks.tables import TABLES, Solution
 from rapidformer_templates.commands.plan import plan_request
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import parse
@@ -427,14 +426,14 @@ def published() -> list[Row]:
 
     subject = Subject(plan_request(PUBLISHED.split())[0], gpu=True)
     rows = []
-    for name, solution in PARALLEL.solutions.items():
+    for name, solution in TABLES["parallel"].solutions.items():
         rows += [_predicted(subject, f"{name}: {way}", solution, w) for way, w in ways_to_keep(solution).items()]
-    with_numbers = {name: s for name, s in PARTITIONING.solutions.items() if not isinstance(s.published, str)}
+    with_numbers = {name: s for name, s in TABLES["partitioning"].solutions.items() if not isinstance(s.published, str)}
     return rows + [_predicted(subject, name, solution) for name, solution in with_numbers.items()]
 
 
 def _predicted(subject: Subject, name: str, solution: Solution, way: str = "") -> Row:
-    flags = [*PUBLISHED.split(), *solution.flags, *way.split()]
+    flags = [*PUBLISHED.split(), *solution.flags.split(), *way.split()]
     needed = {}
     for how, words in RECOMPUTATION.items():
         config, place, _ = plan_request([*flags, *words.split()])
@@ -460,6 +459,7 @@ PUBLISHED_COLUMNS: Columns = {
 }
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     cases = [case for case in CASES if case.layout.world <= options.workers]
     with progress("planner", len({case.layout.world for case in cases})) as advance:

@@ -33,12 +33,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from benchmarks.contest import Answer, Columns, Flag, table
+from benchmarks.contest import Advance, Answer, Columns, Flag, asks, progress, table
 from benchmarks.crash_states import CrashState, crash_states, reported
 from benchmarks.models import gpt2, trainer_arguments
 from benchmarks.recorded_writes import Disk, Event, Recorder, Report, read_events, write_tree
 from benchmarks.trainees import TIMINGS, text_samples
-from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.run.checkpoint.check import newest_complete
@@ -459,6 +458,7 @@ OUR_RUNS = (
 PEERS: tuple[Library, ...] = (TransformersTrainer(), DistributedCheckpoint())
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     results = []
     with ExitStack() as stack:

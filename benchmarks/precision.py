@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.contest import Answer, Contest, Flag, Row, table
+from benchmarks.contest import Advance, Answer, Contest, Flag, Row, asks, progress, table
 from benchmarks.models import gpt2
 from benchmarks.optimizers import HELD_OUT, LENGTH, ROWS, SEED, text
 from rapidformer_templates import compose
-from rapidformer_templates.commands.bench.output import Advance, progress
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -122,6 +121,7 @@ def measure(options: argparse.Namespace, rows: torch.Tensor, advance: Advance = 
     ]
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     rows = text()
     with progress("precision", -(-options.steps // TURN)) as advance:

@@ -21,8 +21,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, median_sd, table, verdict, why_absent
-from rapidformer_templates.commands.bench.output import Advance, progress
+from benchmarks.contest import (
+    Advance,
+    Answer,
+    Contest,
+    Flag,
+    asks,
+    bars,
+    mean_sd,
+    median_sd,
+    progress,
+    table,
+    verdict,
+    why_absent,
+)
 from rapidformer_templates.data.collate import WindowCollate
 from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.data.indexed.dataset import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
@@ -229,6 +241,7 @@ def write_sparse(prefix: Path, documents: int, length: int) -> None:
         file.truncate(2 * length * documents)
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     keep_freed_memory()  # as in a run on a CPU
     absent = why_absent("megatron", "megatron-core")

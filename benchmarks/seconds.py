@@ -18,12 +18,11 @@ from typing import Any
 from rich.console import Group
 
 from benchmarks import seconds_worker
-from benchmarks.contest import Answer, Columns, Flag, Row, table, verdict
+from benchmarks.contest import Answer, Columns, Flag, Row, asks, progress, table, verdict
 from benchmarks.planner import CASES, Case, run_in_groups
 from benchmarks.planner_worker import MODELS
 from benchmarks.published_runs import kendall_tau
 from rapidformer_templates.commands.bench.calibrate import calibrate, rates_table
-from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.switches.auto_strategy.memory import variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import communication_sizes
@@ -57,6 +56,7 @@ def predict_case(case: Case, device_file: str) -> Timing:
     return predict_seconds(layout, setting, trace, facts, hardware, layout.world, stages)
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     """Measure the rates and the steps. The status is 0 even if the goal is missed."""
     counts = [count for count in (2, 4) if count <= options.workers]

@@ -19,10 +19,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from benchmarks.contest import Answer, Columns, Flag, table, verdict
+from benchmarks.contest import Advance, Answer, Columns, Flag, asks, progress, table, verdict
 from benchmarks.new_processes import run_in_new_processes
 from benchmarks.setup_memory_worker import Case, Result, work
-from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.system.launch import reserved_port
 
 TENSOR, STAGES, EXPERTS = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
@@ -175,6 +174,7 @@ def notes(rows: Sequence[Comparison]) -> list[str]:
     return [goal + (f" (not by {'; '.join(missed)})" if missed else "")]
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     with progress("setup-memory", len(options.engines.split(",")) * len(options.weights.split(","))) as advance:
         rows = measure(options, advance)

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.contest import Answer, Columns, Flag, Row, table, verdict
+from benchmarks.contest import Advance, Answer, Columns, Flag, Row, asks, progress, table, verdict
 from benchmarks.planner import run_in_groups
 from benchmarks.planner_worker import MODELS
-from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 
@@ -131,6 +130,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return [*lines, f"buckets, not included: {', '.join(told) or 'none'}"]
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     replicas = [count for count in WORLDS if count <= options.workers]
     with progress("states", len(replicas)) as advance:

@@ -19,8 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.contest import Answer, Flag, table, verdict
-from rapidformer_templates.commands.bench.output import progress
+from benchmarks.contest import Answer, Flag, asks, progress, table, verdict
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.tasks import load_task
@@ -116,6 +115,7 @@ def _status(name: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith(name))
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     sizes = [float(size) for size in options.megabytes.split()]
     ways = [(size, way) for size in sizes for way in KINDS[options.data] if way != WHOLE or size <= options.whole]

@@ -54,13 +54,13 @@ class Part:
 
 def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
     """Return the parts of the check, the most important ones first."""
-    python, bench = sys.executable, [sys.executable, "-m", "rapidformer_templates", "bench"]
+    python, bench = sys.executable, [sys.executable, "-m", "benchmarks"]
     scales = ["tiny"] if tiny else ["gpt-124m", "bert-base", "paper"]
     found = [
         Part("versions", [python, "-c", VERSIONS, str(output / "versions.json")], 60, _json(output / "versions.json"))
     ]
     slack = 1.0 if device == "cuda" else 4.0  # the limits are made for a GPU: a CPU gets more time
-    turns = ["--repeats", "1", "--steps", "2" if tiny else "4", "--device", device]
+    turns = ["--rounds", "2" if tiny else "4", "--device", device]
     for scale in scales:
         folder = output / f"profile-{scale}"
         command = [
@@ -75,13 +75,13 @@ def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
         ]
         found.append(Part(f"profile {scale}", command, 60 * slack, _json(folder / "run/profile/summary.json")))
         folder = output / f"mfu-{scale}"
-        command = [*bench, "mfu", "--scale", scale, *turns, "--solutions", "rapidformer", "--output", str(folder)]
+        command = [*bench, "mfu", "--scale", scale, *turns, "--solutions", "eager", "--output", str(folder)]
         found.append(Part(f"utilisation {scale}", command, 120 * slack, _json(folder / "mfu.json")))
     if not tiny:
         rehearsed = [*pytest_of("accelerator", "tests/rehearsal"), f"--junitxml={output / 'rehearsed.xml'}"]
         tests = [*pytest_of("gpu", "tests/test_gpu.py"), f"--junitxml={output / 'tests.xml'}"]
         found[1:1] = [Part("rehearsed runs", rehearsed, 120), Part("tests", tests, 150)]
-        compiled = [*bench, "mfu", "--scale", "gpt-124m", *turns, "--solutions", "rapidformer, compiled"]
+        compiled = [*bench, "mfu", "--scale", "gpt-124m", *turns, "--solutions", "compiled"]
         found.append(
             Part(
                 "compiled", [*compiled, "--output", str(output / "compiled")], 120, _json(output / "compiled/mfu.json")
@@ -131,8 +131,9 @@ def verdicts(results: dict[str, dict[str, Any]]) -> list[str]:
     for scale, goals in GOALS.items():
         table = (results.get(f"utilisation {scale}") or {}).get("result")
         if table:
-            ours = table["solutions"].get("rapidformer", {}).get("utilisation")
-            measured = {"utilisation": ours} | {f"over {peer}": r[0] for peer, r in table["ratios"].items()}
+            rows = table["solutions"]
+            measured = {f"over {row['name']}": row.get("ratio") for row in rows if not row["ours"]}
+            measured["utilisation"] = next((row["utilisation"] for row in rows if row["ours"]), None)
             lines += [_verdict(f"{scale}: {name}", measured.get(name), goal) for name, goal in goals.items()]
         profile = (results.get(f"profile {scale}") or {}).get("result")
         if profile:
@@ -150,24 +151,13 @@ def _verdict(what: str, measured: float | None, goal: float) -> str:
 
 def record(scale: str, device: str, output: Path) -> None:
     """Train a model of the utilisation table for a few steps, and profile them."""
-    from rapidformer_templates import Data, Trainer
-    from rapidformer_templates.commands.bench.tables import UTILISATION
-    from rapidformer_templates.commands.bench.worker import BenchJob, RandomTokens, build_model
+    from rapidformer_templates.commands.bench.models import SCALES
 
-    precision = "bf16" if device == "cuda" else "fp32"
-    job = BenchJob("mfu", "rapidformer", None, scale, 1, 1, 20, device, precision, "", "")
-
-    class Profiled(Trainer):
-        def build_data(self) -> Data:
-            return Data(train=RandomTokens(job))  # type: ignore[arg-type]
-
-        def build_model(self) -> Any:
-            return build_model(UTILISATION.scales[scale])
-
-    flags = ["--device", device, "--micro-batch-size", str(job.sizes.micro_batch), "--train-iters", "20"]
+    model = SCALES[scale]
+    flags = ["--device", device, "--micro-batch-size", str(model.micro_batch), "--train-iters", "20"]
     flags += ["--lr", "1e-4", "--profile", "8", "--save", str(output / "run"), "--overwrite", "--no-export-model"]
     flags += ["--save-interval", "1000000"] + (["--mixed-precision", "bf16"] if device == "cuda" else [])
-    Profiled(flags).fit()
+    model.job(samples=20 * model.micro_batch)(flags).fit()
 
 
 def main() -> int:

@@ -123,7 +123,7 @@ MISTAKES = {
     PREDICT + " --temperature -1 --max-new-tokens 0": "--temperature must be at least 0, not -1.0",
     "chat {0}/trained --temperature inf": "--temperature must be a finite number, not inf",
     "chat {0}/trained": "a model for sequence_classification does not chat",
-    "bench nothing": "invalid choice: 'nothing'",
+    "bench nothing": "run, mfu, calibrate, and no nothing",
 }
 """Command lines, each with a part of its error message."""
 

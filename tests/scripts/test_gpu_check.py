@@ -54,10 +54,9 @@ def test_all_parts_fit_into_the_limit_of_one_call(check: Any, tmp_path: Path) ->
 
 
 def test_goals_are_laid_beside_what_was_measured(check: Any) -> None:
-    table = {
-        "solutions": {"rapidformer": {"utilisation": 0.5}},
-        "ratios": {"plain PyTorch": [0.98], "transformers' Trainer": [1.3]},
-    }
+    ours = {"name": "eager", "ours": True, "utilisation": 0.5}
+    peers = [("plain PyTorch", 0.98), ("transformers' Trainer", 1.3)]
+    table = {"solutions": [ours, *({"name": name, "ours": False, "ratio": ratio} for name, ratio in peers)]}
     profile = {"host_waits_a_step": {"cudaStreamSynchronize": 0, "cudaEventSynchronize": 1}, "device_idle_share": 0.01}
     lines = check.verdicts({"utilisation gpt-124m": {"result": table}, "profile gpt-124m": {"result": profile}})
     assert lines == [
