@@ -21,7 +21,6 @@ QUESTIONS = {
     "peers": ("peers", "the demo's job, compared with transformers' Trainer"),
     "faults": ("faults", "kill -9 at random moments, then resume"),
     "fault-table": ("fault_table", "faults of one worker or of all: what is printed, and whether a run continues"),
-    "powercut": ("powercut", "states that a power cut may leave on the disk, and what resumes find in them"),
     "saving": ("saving", "speed of writing a checkpoint to the disk, including the flush"),
     "reading": ("reading", "speed of reading an indexed data set"),
     "streaming": ("streaming", "memory of one pass over streamed text"),
@@ -52,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status. It is 0 on success and 2 for a mistake in the command. It is 1 if something of this library
-        failed: a solution of a table, a killed run, a state after a power cut, or a prediction of the ``planner``. A
-        missed speed goal is a result, not an error.
+        failed: a solution of a table, a killed run, or a prediction of the ``planner``. A missed speed goal is a
+        result, not an error.
     """
     words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     options = build_parser(words).parse_args(words)
