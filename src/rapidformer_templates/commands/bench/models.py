@@ -51,8 +51,8 @@ class BenchModel:
             sizes: dict[str, Any] = {"n_positions": self.tokens, "n_embd": self.hidden, "n_head": self.heads}
             sizes |= {"n_layer": layers, "vocab_size": self.vocabulary, "bos_token_id": 0, "eos_token_id": 0}
             dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
-            config = transformers.GPT2Config(**sizes, **dropouts, use_cache=False, loss_type="ForCausalLM")
-            return transformers.GPT2LMHeadModel(config)
+            dropouts["loss_type"] = "ForCausalLM"  # otherwise transformers warns that it guesses this
+            return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts, use_cache=False))
         kind = transformers.BertForPreTraining if self.kind == "bert" else transformers.BertForSequenceClassification
         sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": 4 * self.hidden}
         sizes |= {"num_hidden_layers": layers, "num_attention_heads": self.heads}
