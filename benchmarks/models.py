@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 
 def gpt2(layers: int, hidden: int, heads: int, vocabulary: int, length: int, dropout: float = 0.0, **more: Any) -> Any:
@@ -18,6 +18,13 @@ def gpt2(layers: int, hidden: int, heads: int, vocabulary: int, length: int, dro
     model = GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, **tokens, **more))
     model.loss_type = "ForCausalLM"  # otherwise transformers warns that it guesses this value
     return model
+
+
+def llama(layers: int, hidden: int, heads: int, vocabulary: int, length: int, **more: Any) -> Any:
+    """Build a llama of any size. ``more`` goes into its configuration."""
+    sizes: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": 8 * hidden // 3, "vocab_size": vocabulary, "max_position_embeddings": length}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False, **more}))
 
 
 def trainer_arguments(folder: str | Path, **more: Any) -> transformers.TrainingArguments:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.contest import Answer, Contest, Flag, Row, asks, progress, table
+from benchmarks.models import llama
+from benchmarks.workers import run_in_workers
 from rapidformer_templates.switches.flash_attention.kernels import NAMES
 from rapidformer_templates.system.process_state import resident_bytes
 
@@ -23,11 +23,9 @@ ROWS = 2
 SEED = 0
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model() -> Any:
     torch.manual_seed(SEED)
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688}
-    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes, max_position_embeddings=1 << 16, use_cache=False))
+    return llama(4, 256, 4, 512, 1 << 16, intermediate_size=688)
 
 
 def make_batch(tokens: int) -> dict[str, torch.Tensor]:
@@ -44,19 +42,13 @@ def make_batch(tokens: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, "position_ids": torch.from_numpy(positions)}
 
 
-def step(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], way: str) -> float:
+def step(model: Any, batch: dict[str, torch.Tensor], way: str) -> float:
     """Run forward and backward. Returns the loss."""
     model.set_attn_implementation(WAYS[way])
     loss = model(**batch).loss
     loss.backward()
     model.zero_grad()
     return float(loss.detach())
-
-
-def memory_of(way: str, tokens: int) -> float:
-    """Return the megabytes that a step adds to the peak memory of a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak_of_a_step, (way, tokens, torch.get_num_threads()))
 
 
 def _peak_of_a_step(way: str, tokens: int, threads: int) -> float:
@@ -85,7 +77,7 @@ def measure_packing(rounds: int, tokens: int) -> list[Row]:
             "name": way,
             "tokens_per_second": round(float(np.median(contest.rates(way)))),
             "over_mask": round(contest.ratio(way, over=MASK), 3),
-            "step_megabytes": round(memory_of(way, tokens), 1),
+            "step_megabytes": round(run_in_workers(_peak_of_a_step, way, tokens, torch.get_num_threads())[0], 1),
         }
         for way in WAYS
     ]

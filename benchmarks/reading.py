@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import multiprocessing
 import statistics
 import tempfile
 import time
@@ -35,6 +34,7 @@ from benchmarks.contest import (
     verdict,
     why_absent,
 )
+from benchmarks.workers import run_in_workers
 from rapidformer_templates.data.collate import WindowCollate
 from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.data.indexed.dataset import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
@@ -201,11 +201,8 @@ def measure_first_batch(folder: Path, samples: int) -> FirstBatch:
     """Measure a corpus with ``samples`` samples in a sparse file, whose tokens take no disk space."""
     prefix, documents = folder / "large", max(1, samples // 100)
     write_sparse(prefix, documents, 100 * LENGTH + 1)
-    context = multiprocessing.get_context("spawn")
-    results = []
-    for _ in range(2):
-        with context.Pool(1) as pool:  # a process that has not read anything yet
-            results.append(pool.apply(_first_batch, (prefix, folder / "cache")))
+    # Each in a process that has not read anything yet.
+    results = [run_in_workers(_first_batch, prefix, folder / "cache")[0] for _ in range(2)]
     (made, _, _), (opened, before, after) = results
     return FirstBatch(samples, made, opened, (before, after))
 

@@ -17,10 +17,9 @@ from typing import Any
 
 from rich.console import Group
 
-from benchmarks import seconds_worker
 from benchmarks.contest import Answer, Columns, Flag, Row, asks, progress, table, verdict
-from benchmarks.planner import CASES, Case, run_in_groups
-from benchmarks.planner_worker import MODELS
+from benchmarks.planner import CASES, Case, run_in_group
+from benchmarks.planner_worker import MODELS, measure_seconds
 from benchmarks.published_runs import kendall_tau
 from rapidformer_templates.commands.bench.calibrate import calibrate, rates_table
 from rapidformer_templates.planning.environment import Environment
@@ -70,7 +69,7 @@ def answer(options: argparse.Namespace) -> Answer:
         rows: list[Row] = []
         with progress("seconds", len(counts)) as advance:
             for count, group in cases.items():
-                told = run_in_groups([(case.model, case.flags) for case in group], count, seconds_worker.__name__)
+                told = run_in_group([(case.model, case.flags) for case in group], count, measure_seconds)
                 rows += [_row(case, ranks, str(file)) for case, ranks in zip(group, told, strict=True)]
                 advance(f"{count} workers")
     errors = [abs(row["error"]) for row in rows]
@@ -90,9 +89,9 @@ def answer(options: argparse.Namespace) -> Answer:
     )
 
 
-def _row(case: Case, ranks: Sequence[dict[str, Any]], device_file: str) -> Row:
+def _row(case: Case, ranks: Sequence[Sequence[float]], device_file: str) -> Row:
     predicted = predict_case(case, device_file)
-    measured = statistics.median(max(steps) for steps in zip(*(rank["seconds"] for rank in ranks), strict=True))
+    measured = statistics.median(max(steps) for steps in zip(*ranks, strict=True))
     return {
         "model": case.model,
         "layout": case.name,
