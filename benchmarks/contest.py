@@ -9,20 +9,27 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rapidformer_templates.commands.bench.output import Advance, spread
+from rapidformer_templates.commands.bench.output import spread
+from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Advance = Callable[[str], None]
+"""Reports that one more part is done. Its argument is the text next to the progress bar."""
 
 Turn = Callable[[], float | None]
 """Do a way's next piece of work. Returns the seconds that it took, or None if the duration of the call counts."""
@@ -113,6 +120,12 @@ def median_sd(values: Sequence[float], form: str = ".2f") -> str:
     return f"{statistics.median(values):{form}} ± {spread(values):{form}}"
 
 
+def in_short(why: str) -> str:
+    """Return the line of an error text that says what is wrong. The JSON has the whole text."""
+    lines = why.strip().splitlines()
+    return next((line for line in lines if line.startswith("error")), lines[-1])
+
+
 def verdict(reached: bool) -> str:
     """Say whether a goal was reached."""
     return "reached" if reached else "missed"
@@ -162,6 +175,35 @@ def _positive(kind: type) -> Callable[[str], Any]:
         return value
 
     return number
+
+
+Answering = Callable[[argparse.Namespace], "Answer"]
+
+
+def asks(*flags: Flag) -> Callable[[Answering], Answering]:
+    """Mark the function that answers a question, and declare the flags of the question."""
+
+    def mark(function: Answering) -> Answering:
+        vars(function)["flags"] = flags
+        return function
+
+    return mark
+
+
+@contextmanager
+def progress(title: str, parts: int) -> Iterator[Advance]:
+    """Show a progress bar on standard error, if that is a terminal.
+
+    The bar is drawn only when it advances. A thread that redraws it would disturb the measurement.
+    """
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    texts = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[text]"))
+    with Progress(*texts, *columns, console=console(on_stderr=True), auto_refresh=False) as bar:
+        task = bar.add_task(title, total=parts, text="")
+        yield lambda text: bar.update(task, advance=1, text=text, refresh=True)
 
 
 @dataclass(frozen=True)

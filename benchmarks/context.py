@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.contest import Answer, Columns, Flag, Row, table
+from benchmarks.contest import Answer, Columns, Flag, Row, asks, progress, table
 from benchmarks.planner import Case, Result, measure
 from benchmarks.planner_worker import LENGTHS
-from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
 FLAGS = (
@@ -39,6 +38,7 @@ COLUMNS: Columns = {
 }
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     sizes = [workers for workers in (1, 2, 4) if workers <= options.workers]
     lengths = [length for length in LENGTHS if length <= options.longest]

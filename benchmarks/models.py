@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 
 def gpt2(layers: int, hidden: int, heads: int, vocabulary: int, length: int, dropout: float = 0.0, **more: Any) -> Any:
@@ -20,9 +20,17 @@ def gpt2(layers: int, hidden: int, heads: int, vocabulary: int, length: int, dro
     return model
 
 
+def llama(layers: int, hidden: int, heads: int, vocabulary: int, length: int, **more: Any) -> Any:
+    """Build a llama of any size. ``more`` goes into its configuration."""
+    sizes: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": 8 * hidden // 3, "vocab_size": vocabulary, "max_position_embeddings": length}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False, **more}))
+
+
 def trainer_arguments(folder: str | Path, **more: Any) -> transformers.TrainingArguments:
-    """Return arguments for a silent transformers Trainer on a CPU."""
-    return transformers.TrainingArguments(output_dir=str(folder), use_cpu=True, disable_tqdm=True, report_to=[], **more)
+    """Return arguments for a silent transformers Trainer, by default on a CPU."""
+    quiet: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": [], **more}
+    return transformers.TrainingArguments(output_dir=str(folder), **quiet)
 
 
 def callbacks(**hooks: Callable[[], None]) -> list[Any]:

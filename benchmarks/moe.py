@@ -1,119 +1,45 @@
-"""``benchmarks moe``: what a mixture of experts gains, and what its matrix products cost.
+"""``benchmarks moe``: the gain of a mixture of experts, and the cost of its matrix products.
 
-Two small GPTs read the same bytes (sources of Python packages and, on Debian, WordNet glosses) in the same order. One
-is dense. The other has many experts and sends each token to some of them. The experts of a token are together as wide
-as the dense feed-forward, so the same number of parameters is active for a token. Then one sparse layer takes turns
-with two loops over the same experts.
+Two small GPTs read the same sources of Python. One is dense. The other has many experts and sends each token to some
+of them. The experts of a token are together as wide as the dense feed-forward, so the same number of parameters is
+active for a token. Then one sparse layer takes turns with two loops over the same experts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from benchmarks.contest import Answer, Columns, Contest, Flag, Row, table, verdict
+from benchmarks.contest import Advance, Answer, Columns, Contest, Flag, asks, bars, progress, table, verdict
 from benchmarks.models import gpt2
-from benchmarks.texts import write_corpus
-from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.data.types import Data
-from rapidformer_templates.pretrainer import Pretrainer
-from rapidformer_templates.run.folder import read_metrics
+from benchmarks.small_gpt import LENGTH, TURN, measure, rows_of
+from benchmarks.texts import sources
 from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate, SparseFeedForward, choose
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-FLAGS = (Flag("steps", 3000, "optimizer steps per model"), Flag("rounds", 30, "turns per way to compute"))
-
 EXPERTS, TOP_K = 16, 2
-MEGABYTES = 6.0
-LAYERS, HIDDEN, WIDTH, LENGTH, ROWS = 2, 32, 128, 64, 32
+LAYERS, HIDDEN, WIDTH = 2, 32, 128
 """Sizes of the two models. ``WIDTH`` is the width of the dense feed-forward."""
 
-LR = 3e-3
+BYTES = 6_000_000
+"""Size of the text. A model reads half of it once."""
+
+WAYS = {
+    "dense": "--lr 3e-3",
+    f"{EXPERTS} experts, {TOP_K} per token": f"--lr 3e-3 --num-experts {EXPERTS} --moe-top-k {TOP_K} "
+    f"--moe-ffn-hidden-size {WIDTH // TOP_K}",
+}
 SHAPE = {"tokens": 1024, "hidden": 256, "width": 512}
 """Sizes of the layer that is timed: a batch of 8 × 128 tokens of a small GPT."""
 
 GROUPED, LOOP, SEPARATE = "grouped", "loop", "loop, separate matrices"
 SPEED_GOAL, LOAD_GOAL = 2.0, 2.0
-
-
-class Bytes(Sequence[Any]):
-    """Consecutive windows of ``LENGTH`` bytes."""
-
-    def __init__(self, text: torch.Tensor) -> None:
-        self.text = text
-
-    def __len__(self) -> int:
-        return len(self.text) // LENGTH
-
-    def __getitem__(self, index: Any) -> Any:
-        ids = self.text[index * LENGTH : (index + 1) * LENGTH].long()
-        return {"input_ids": ids, "labels": ids}
-
-
-def read_text(folder: Path) -> torch.Tensor:
-    """Return :data:`MEGABYTES` of text as bytes."""
-    file = folder / "corpus.jsonl"
-    write_corpus(file, MEGABYTES)
-    documents = (json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines())
-    return torch.frombuffer(bytearray("\n".join(documents).encode()), dtype=torch.uint8)
-
-
-class Reader(Pretrainer):
-    """A GPT over bytes. Every 20th window is held out."""
-
-    text: torch.Tensor
-
-    def build_data(self) -> Data:
-        windows = len(self.text) // LENGTH
-        held_out = torch.arange(windows) % 20 == 0
-        rows = self.text[: windows * LENGTH].view(windows, LENGTH)
-        return Data(train=Bytes(rows[~held_out].flatten()), valid=Bytes(rows[held_out].flatten()))
-
-    def build_model(self) -> nn.Module:
-        return gpt2(LAYERS, HIDDEN, 2, 256, LENGTH, n_inner=WIDTH)
-
-
-def train(text: torch.Tensor, steps: int, folder: Path, *, mixture: bool) -> Row:
-    """Train one of the models with the library itself.
-
-    Returns:
-        The number of all parameters, and of those active for a token.
-        (tokens read, validation loss) at each evaluation.
-        The lowest and highest load of an expert in the whole run, relative to an even load.
-    """
-    name = f"{EXPERTS} experts, {TOP_K} per token" if mixture else "dense"
-    schedule = (
-        f"--train-iters {steps} --lr {LR} --lr-warmup-iters {max(1, steps // 30)} --lr-decay-style cosine "
-        f"--micro-batch-size {ROWS} --eval-interval {max(1, steps // 6)} --eval-iters 30 --device cpu "
-        f"--log-interval {max(1, steps // 6)} --save-interval {steps} --no-export-model --save {folder / str(mixture)}"
-    )
-    flags = f" --num-experts {EXPERTS} --moe-top-k {TOP_K} --moe-ffn-hidden-size {WIDTH // TOP_K}" if mixture else ""
-    reader = type("Reader", (Reader,), {"text": text, "__module__": __name__})([*(schedule + flags).split()])
-    summary = reader.fit()
-    metrics = read_metrics(folder / str(mixture) / "metrics.jsonl")
-    sizes = {n: p.numel() for n, p in reader.model.named_parameters()}
-    idle = sum(size for n, size in sizes.items() if ".experts." in n) * (EXPERTS - TOP_K) // EXPERTS
-    return {
-        "name": name,
-        "parameters": sum(sizes.values()),
-        "active": sum(sizes.values()) - idle,
-        "losses": [(line["step"] * ROWS * LENGTH, line["eval_loss"]) for line in metrics if "eval_loss" in line],
-        "load": summary["receipts"].get("expert_load"),
-        "tokens_per_second": summary["throughput"].get("tokens_per_second", 0.0),
-    }
 
 
 class LoopOverExperts(nn.Module):
@@ -177,57 +103,37 @@ def measure_speed(rounds: int, advance: Advance = lambda text: None) -> Contest:
     return contest
 
 
+@asks(Flag("steps", 3000, "optimizer steps per model"), Flag("rounds", 30, "turns per way to compute"))
 def answer(options: argparse.Namespace) -> Answer:
-    with tempfile.TemporaryDirectory() as temporary, progress("moe", 2 + options.rounds + 3) as advance:
-        folder = Path(temporary)
-        text = read_text(folder)
-        runs = []
-        for mixture in (False, True):
-            runs.append(train(text, options.steps, folder, mixture=mixture))
-            advance(runs[-1]["name"])
+    build = partial(gpt2, LAYERS, HIDDEN, 2, 256, LENGTH, n_inner=WIDTH)
+    with progress("moe", -(-options.steps // TURN) + options.rounds + 3) as advance:
+        dense, sparse = rows = measure(build, rows_of(sources(BYTES)), options.steps, WAYS, advance)
         contest = measure_speed(options.rounds, advance)
+    of_an_expert = 2 * HIDDEN * (WIDTH // TOP_K) + WIDTH // TOP_K + HIDDEN
+    for row in rows:
+        row["active"] = row["parameters"] - (row["load"] is not None) * LAYERS * (EXPERTS - TOP_K) * of_an_expert
     rate = {name: statistics.median(contest.rates(name)) for name in contest.ways}
     over = {name: contest.ratio(GROUPED, over=name) for name in (LOOP, SEPARATE)}
     columns: Columns = {
         "feed-forward": "{name}",
         "parameters": "{parameters:,}",
         "active": "{active:,}",
-        "validation loss": lambda run: f"{run['losses'][-1][1]:.4f}",
-        "expert load": lambda run: "{min:.2f} … {max:.2f}".format_map(run["load"]) if run["load"] else "",
-        "tokens/s": "{tokens_per_second:,.0f}",
+        "held-out loss": "{loss:.4f}",
+        "expert load": lambda row: "{min:.2f} … {max:.2f}".format_map(row["load"]) if row["load"] else "",
+        "its time over the dense one's": "{step_ms_ratio:.2f}",
     }
-    return Answer(
-        {
-            "steps": options.steps,
-            "text_bytes": len(text),
-            "runs": runs,
-            "layer": {**SHAPE, "experts": EXPERTS, "top_k": TOP_K, "threads": torch.get_num_threads()},
-            "layer_tokens_per_second": {name: round(value) for name, value in rate.items()},
-            "grouped_over": {name: round(ratio, 3) for name, ratio in over.items()},
-        },
-        table(f"mixture of experts: a GPT after {runs[0]['losses'][-1][0]:,} bytes", runs, columns),
-        _goals(runs, over, rate),
-        partial(_draw, runs),
-    )
-
-
-def _goals(runs: list[Row], over: dict[str, float], rate: dict[str, float]) -> list[str]:
-    dense, sparse = runs
-    gain = dense["losses"][-1][1] - sparse["losses"][-1][1]
+    gain = dense["loss"] - sparse["loss"]
     even = sparse["load"]["min"] >= 1 / LOAD_GOAL and sparse["load"]["max"] <= LOAD_GOAL
-    return [
-        f"goal: a lower validation loss than the dense model's: {verdict(gain > 0)} ({gain:+.4f} lower)",
-        f"goal: expert load within a factor of {LOAD_GOAL:g} of even: {verdict(even)}",
-        f"goal: {SPEED_GOAL:g} × the tokens/s of a loop over experts: {verdict(over[LOOP] >= SPEED_GOAL)} "
-        f"({over[LOOP]:.2f} ×: {rate[GROUPED]:,.0f} and {rate[LOOP]:,.0f} tokens/s of a layer, forward and backward)",
-        f"over a loop whose experts have separate matrices: {over[SEPARATE]:.2f} ×",
-    ]
-
-
-def _draw(runs: list[Row], axes: Axes) -> None:
-    for run in runs:
-        axes.plot(*zip(*run["losses"], strict=True), "o-", label=run["name"])
-    axes.set_xlabel("bytes read")
-    axes.set_ylabel("validation loss")
-    axes.legend()
-    axes.grid(alpha=0.3)
+    speeds = f"{rate[GROUPED]:,.0f} and {rate[LOOP]:,.0f} tokens/s of a layer, forward and backward"
+    reached = verdict(over[LOOP] >= SPEED_GOAL)
+    return Answer(
+        {"steps": options.steps, "ways": rows, "layer": SHAPE, "layer_tokens_per_second": rate, "grouped_over": over},
+        table(f"mixture of experts: a GPT after {options.steps} steps", rows, columns),
+        [
+            f"goal: a lower loss than the dense model's: {verdict(gain > 0)} ({gain:+.4f} lower)",
+            f"goal: expert load within a factor of {LOAD_GOAL:g} of even: {verdict(even)}",
+            f"goal: {SPEED_GOAL:g} × the tokens/s of a loop over experts: {reached} ({over[LOOP]:.2f} ×: {speeds})",
+            f"over a loop whose experts have separate matrices: {over[SEPARATE]:.2f} ×",
+        ],
+        bars("tokens per second of a layer, forward and backward", rate, ours=[GROUPED]),
+    )

@@ -11,9 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.contest import Answer, Columns, Flag, Row, table
+from benchmarks.contest import Answer, Columns, Flag, Row, asks, progress, table
 from benchmarks.planner import Case, Result, measure
-from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
 FLAGS = (Flag("workers", 2, "maximum number of worker processes"),)
@@ -38,6 +37,7 @@ COLUMNS: Columns = {
 }
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     cases = [case for case in CASES if case.layout.world <= options.workers]
     both = [*cases, *(replace(case, offload=True) for case in cases)]

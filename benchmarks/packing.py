@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.contest import Answer, Contest, Flag, Row, table
-from rapidformer_templates.commands.bench.output import progress
-from rapidformer_templates.commands.bench.worker import peak_mb
+from benchmarks.contest import Answer, Contest, Flag, Row, asks, progress, table
+from benchmarks.models import llama
+from benchmarks.workers import run_in_workers
 from rapidformer_templates.switches.flash_attention.kernels import NAMES
+from rapidformer_templates.system.process_state import resident_bytes
 
 FLAGS = (Flag("rounds", 10, "steps per way"), Flag("tokens", 2048, "tokens per row"))
 
@@ -24,11 +23,9 @@ ROWS = 2
 SEED = 0
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model() -> Any:
     torch.manual_seed(SEED)
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688}
-    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes, max_position_embeddings=1 << 16, use_cache=False))
+    return llama(4, 256, 4, 512, 1 << 16, intermediate_size=688)
 
 
 def make_batch(tokens: int) -> dict[str, torch.Tensor]:
@@ -45,7 +42,7 @@ def make_batch(tokens: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, "position_ids": torch.from_numpy(positions)}
 
 
-def step(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], way: str) -> float:
+def step(model: Any, batch: dict[str, torch.Tensor], way: str) -> float:
     """Run forward and backward. Returns the loss."""
     model.set_attn_implementation(WAYS[way])
     loss = model(**batch).loss
@@ -54,19 +51,13 @@ def step(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], way: str) -> f
     return float(loss.detach())
 
 
-def memory_of(way: str, tokens: int) -> float:
-    """Return the megabytes that a step adds to the peak memory of a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak_of_a_step, (way, tokens, torch.get_num_threads()))
-
-
 def _peak_of_a_step(way: str, tokens: int, threads: int) -> float:
     torch.set_num_threads(threads)
     model = make_model()
     step(model, make_batch(64), way)  # allocates everything that is allocated only once
-    batch, before = make_batch(tokens), peak_mb("cpu")
+    batch, before = make_batch(tokens), resident_bytes("VmHWM") / 1e6
     step(model, batch, way)
-    return peak_mb("cpu") - before
+    return resident_bytes("VmHWM") / 1e6 - before
 
 
 def measure_packing(rounds: int, tokens: int) -> list[Row]:
@@ -86,12 +77,13 @@ def measure_packing(rounds: int, tokens: int) -> list[Row]:
             "name": way,
             "tokens_per_second": round(float(np.median(contest.rates(way)))),
             "over_mask": round(contest.ratio(way, over=MASK), 3),
-            "step_megabytes": round(memory_of(way, tokens), 1),
+            "step_megabytes": round(run_in_workers(_peak_of_a_step, way, tokens, torch.get_num_threads())[0], 1),
         }
         for way in WAYS
     ]
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     rows = measure_packing(options.rounds, options.tokens)
     documents = int((make_batch(options.tokens)["position_ids"] == 0).sum())

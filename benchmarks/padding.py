@@ -15,10 +15,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.contest import Answer, Contest, Flag, Row, bars, bootstrap, table, verdict
+from benchmarks.contest import Advance, Answer, Contest, Flag, Row, asks, bars, bootstrap, progress, table, verdict
 from benchmarks.models import gpt2
 from benchmarks.texts import docstrings
-from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.data.collate import CausalCollate, TokenizedSamples
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import BatchRequest, Order, SampleOrder
@@ -148,6 +147,7 @@ def _over(mine: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
     return round(float(_rate(mine) / _rate(other)), 3), round(low, 3), round(high, 3)
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     samples = docstrings(LONGEST)
     with progress("padding", options.rounds) as advance:

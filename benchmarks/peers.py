@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contest import Answer, Flag, bars, median_sd, table, verdict
-from benchmarks.turns import Ended, Loop, StepDone
-from rapidformer_templates.commands.bench.output import Advance, progress
+from benchmarks.contest import Advance, Answer, Flag, asks, bars, median_sd, progress, table, verdict
+from benchmarks.workers import Ended, Loop, StepDone
 from rapidformer_templates.commands.demo import DATA_NAME, demo_model_folder, make_demo_data
 from rapidformer_templates.data.types import Data, Endless
 
@@ -194,7 +193,7 @@ def measure_peers(options: argparse.Namespace, advance: Advance) -> dict[str, li
         for repeat in range(options.repeats):
             with ExitStack() as stack:
                 loops = {
-                    solution: stack.enter_context(closing(Loop(work, Path(name), repeat, process=True)))
+                    solution: stack.enter_context(closing(Loop(work, Path(name), repeat, workers=1)))
                     for solution, work in SOLUTIONS.items()
                 }
                 while loops:
@@ -202,12 +201,13 @@ def measure_peers(options: argparse.Namespace, advance: Advance) -> dict[str, li
                         try:
                             loop.advance(STEPS_A_TURN)
                         except Ended as end:
-                            runs[solution].append(end.result)
+                            runs[solution].append(end.results[0])
                             del loops[solution]
             advance(f"repeat {repeat + 1}")
     return runs
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     with progress("peers", options.repeats) as advance:
         runs = measure_peers(options, advance)

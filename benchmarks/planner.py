@@ -8,24 +8,19 @@ Megatron publish for such layouts.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 
 from benchmarks import planner_others, planner_worker
-from benchmarks.contest import Answer, Columns, Flag, Row, table
-from benchmarks.planner_worker import MODELS, TRAINING
-from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.commands.bench.tables import PARALLEL, PARTITIONING, Solution
+from benchmarks.contest import Advance, Answer, Columns, Flag, Row, asks, progress, table
+from benchmarks.planner_worker import MODELS, TRAINING, Job
+from benchmarks.tables import TABLES, Solution
+from benchmarks.workers import run_in_workers
 from rapidformer_templates.commands.plan import plan_request
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import parse
@@ -37,7 +32,6 @@ from rapidformer_templates.switches.auto_strategy.memory import predict, states_
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE, Memory
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
-from rapidformer_templates.system import launch
 from rapidformer_templates.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -302,34 +296,23 @@ def measure(cases: Sequence[Case], advance: Advance = lambda text: None) -> list
     results = []
     for world in sorted({case.layout.world for case in cases}):
         group = [case for case in cases if case.layout.world == world]
-        told = run_in_groups([(case.model, case.flags) for case in group], world)
+        told = run_in_group([(case.model, case.flags) for case in group], world)
         results += [_result(case, ranks) for case, ranks in zip(group, told, strict=True)]
         advance(f"{world} workers")
     return results
 
 
-def run_in_groups(
-    jobs: Sequence[tuple[str, Sequence[str]]], world: int, worker: str = planner_worker.__name__
-) -> list[list[dict[str, Any]]]:
-    """Run jobs in one group of ``world`` processes. Returns what each rank reports for each job.
+def run_in_group(jobs: Sequence[Job], world: int, measure: Callable[..., Any] = planner_worker.measure) -> Any:
+    """Run jobs one after another in one group of ``world`` processes. Returns the measurements of all ranks by job.
 
     Args:
         jobs: A model and the flags of its run for each job.
-        world: Number of processes.
-        worker: Module that the processes run.
+        measure: Trains a job in a worker, and returns its measurements.
     """
-    words = json.dumps([{"model": model, "workers": world, "flags": list(flags)} for model, flags in jobs])
-    with tempfile.TemporaryDirectory(prefix="rf-") as folder:
-        command = [sys.executable, "-m", worker, words, folder]
-        if world == 1:
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        else:
-            launch.run_workers(command, world)
-        files = [[Path(folder) / f"{i}-{rank}.json" for rank in range(world)] for i in range(len(jobs))]
-        return [[json.loads(file.read_text(encoding="utf-8")) for file in ranks] for ranks in files]
+    return list(zip(*run_in_workers(planner_worker.run_jobs, measure, jobs, workers=world), strict=True))
 
 
-def _result(case: Case, told: list[dict[str, Any]]) -> Result:
+def _result(case: Case, told: Sequence[dict[str, Any]]) -> Result:
     sizes = MODELS[case.model]
     shapes = sizes.shapes(case.adapters)
     setting = case.setting(shapes)
@@ -427,14 +410,14 @@ def published() -> list[Row]:
 
     subject = Subject(plan_request(PUBLISHED.split())[0], gpu=True)
     rows = []
-    for name, solution in PARALLEL.solutions.items():
+    for name, solution in TABLES["parallel"].solutions.items():
         rows += [_predicted(subject, f"{name}: {way}", solution, w) for way, w in ways_to_keep(solution).items()]
-    with_numbers = {name: s for name, s in PARTITIONING.solutions.items() if not isinstance(s.published, str)}
+    with_numbers = {name: s for name, s in TABLES["partitioning"].solutions.items() if not isinstance(s.published, str)}
     return rows + [_predicted(subject, name, solution) for name, solution in with_numbers.items()]
 
 
 def _predicted(subject: Subject, name: str, solution: Solution, way: str = "") -> Row:
-    flags = [*PUBLISHED.split(), *solution.flags, *way.split()]
+    flags = [*PUBLISHED.split(), *solution.flags.split(), *way.split()]
     needed = {}
     for how, words in RECOMPUTATION.items():
         config, place, _ = plan_request([*flags, *words.split()])
@@ -460,6 +443,7 @@ PUBLISHED_COLUMNS: Columns = {
 }
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     cases = [case for case in CASES if case.layout.world <= options.workers]
     with progress("planner", len({case.layout.world for case in cases})) as advance:

@@ -8,20 +8,19 @@ several workers that record would miss memory that the threads of the collective
 from __future__ import annotations
 
 import gc
-import json
-import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM
 
-from benchmarks.models import gpt2
+from benchmarks.models import gpt2, llama
 from benchmarks.stand_in_host import taken_for_a_gpu
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.planning.environment import detect
@@ -103,9 +102,7 @@ def _gpt(blocks: int) -> Any:
 
 
 def _llama(blocks: int) -> Any:
-    sizes: dict[str, Any] = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2}
-    sizes |= {"num_hidden_layers": blocks, "intermediate_size": 512, "max_position_embeddings": 256}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=2048, bos_token_id=0, eos_token_id=0, use_cache=False))
+    return llama(blocks, 192, 6, 2048, 256, num_key_value_heads=2, intermediate_size=512)
 
 
 def _bert(blocks: int) -> Any:
@@ -120,9 +117,7 @@ LENGTHS = (2048, 8192, 32768)
 
 def long_llama(blocks: int, length: int) -> Any:
     """Build a llama with width 64 and a vocabulary of 512 words."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"num_hidden_layers": blocks, "intermediate_size": 160, "max_position_embeddings": length}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512, bos_token_id=0, eos_token_id=0, use_cache=False))
+    return llama(blocks, 64, 4, 512, length, num_key_value_heads=2, intermediate_size=160)
 
 
 MODELS = {
@@ -148,7 +143,7 @@ def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
     """
     sizes = MODELS[model]
 
-    class Job(Trainer):
+    class Measured(Trainer):
         def build_data(self) -> Data:
             self.peaks: list[int] = []
             self.watching = ExitStack()
@@ -173,7 +168,7 @@ def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
 
     # Offload to numpy arrays, which are not storages. So the count is what would be on a GPU.
     with taken_for_a_gpu() if "--offload-activations" in flags else nullcontext():
-        job = Job([*TRAINING, *flags])
+        job = Measured([*TRAINING, *flags])
         summary = job.fit()
     host = summary["receipts"].get("offloaded_bytes_at_a_time", 0)
     recorded = peaks_of(job.record.profiler.kineto_results.events()) if workers == 1 else []
@@ -204,15 +199,38 @@ def peaks_of(events: Sequence[Any]) -> list[int]:
     return peaks[1:]
 
 
-def main() -> None:
-    """``python -m … CASES FOLDER``: one process of a group that measures one case after another."""
-    cases, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+SECONDS_WARMUP, SECONDS_STEPS = 3, 6
+"""Steps that do not count, and steps that do. The first ones allocate, and some engines rebuild their buckets."""
+
+
+def measure_seconds(model: str, workers: int, flags: Sequence[str]) -> list[float]:
+    """Train in this process, which is one of the workers, and return the seconds of each step after the warm-up."""
+    sizes, ends = MODELS[model], list[float]()
+
+    class Timed(Trainer):
+        def build_data(self) -> Data:
+            return Data(train=sizes.samples())
+
+        def build_model(self) -> Any:
+            return sizes.make(sizes.blocks)
+
+        def on_step_end(self, step: int, result: Any) -> None:
+            ends.append(time.perf_counter())
+
+    Timed([*TRAINING, "--train-iters", str(SECONDS_WARMUP + SECONDS_STEPS), *flags]).fit()
+    return [end - begin for begin, end in pairwise(ends[SECONDS_WARMUP - 1 :])]
+
+
+Job = tuple[str, Sequence[str]]
+"""A model, and the flags of its run."""
+
+
+def run_jobs(measure: Callable[..., Any], jobs: Sequence[Job]) -> list[Any]:
+    """Run jobs one after another in this process, which is one of the workers of a group."""
     torch.set_num_threads(1)
+    found = []
     with join("cpu") as workers:
-        for index, case in enumerate(cases):
-            gc.collect()  # or garbage of the previous case would be freed during this one
-            (folder / f"{index}-{workers.rank}.json").write_text(json.dumps(measure(**case)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+        for model, flags in jobs:
+            gc.collect()  # or garbage of the previous job would be freed during this one
+            found.append(measure(model, workers.world, flags))
+    return found

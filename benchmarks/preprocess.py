@@ -23,9 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, table, verdict, why_absent
+from benchmarks.contest import Advance, Answer, Contest, Flag, asks, bars, mean_sd, progress, table, verdict, why_absent
 from benchmarks.texts import write_corpus
-from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import documents
@@ -205,6 +204,7 @@ def ratios(rows: Sequence[Row], name: str) -> tuple[float, float]:
     return whole, statistics.median(plain.net()) / statistics.median(own.net())
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     absent = {
         PLAIN: why_absent("megatron", "--no-deps megatron-core"),

@@ -19,8 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from unittest.mock import patch
 
-from benchmarks.contest import Answer, Columns, Flag, Row, table, verdict
-from rapidformer_templates.commands.bench.output import Advance, progress
+from benchmarks.contest import Advance, Answer, Columns, Flag, Row, asks, progress, table, verdict
 from rapidformer_templates.commands.plan import plan_request
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.resolve import resolve
@@ -214,6 +213,7 @@ def summary(source: str, rows: Sequence[Row]) -> Row:
     }
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     """Predict all rows. The status is 0 even if a goal is missed."""
     with Path(options.rows).open(encoding="utf-8", newline="") as file:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import multiprocessing
 import statistics
 import tempfile
 import time
@@ -21,8 +20,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, median_sd, table, verdict, why_absent
-from rapidformer_templates.commands.bench.output import Advance, progress
+from benchmarks.contest import (
+    Advance,
+    Answer,
+    Contest,
+    Flag,
+    asks,
+    bars,
+    mean_sd,
+    median_sd,
+    progress,
+    table,
+    verdict,
+    why_absent,
+)
+from benchmarks.workers import run_in_workers
 from rapidformer_templates.data.collate import WindowCollate
 from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.data.indexed.dataset import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
@@ -189,11 +201,8 @@ def measure_first_batch(folder: Path, samples: int) -> FirstBatch:
     """Measure a corpus with ``samples`` samples in a sparse file, whose tokens take no disk space."""
     prefix, documents = folder / "large", max(1, samples // 100)
     write_sparse(prefix, documents, 100 * LENGTH + 1)
-    context = multiprocessing.get_context("spawn")
-    results = []
-    for _ in range(2):
-        with context.Pool(1) as pool:  # a process that has not read anything yet
-            results.append(pool.apply(_first_batch, (prefix, folder / "cache")))
+    # Each in a process that has not read anything yet.
+    results = [run_in_workers(_first_batch, prefix, folder / "cache")[0] for _ in range(2)]
     (made, _, _), (opened, before, after) = results
     return FirstBatch(samples, made, opened, (before, after))
 
@@ -229,6 +238,7 @@ def write_sparse(prefix: Path, documents: int, length: int) -> None:
         file.truncate(2 * length * documents)
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     keep_freed_memory()  # as in a run on a CPU
     absent = why_absent("megatron", "megatron-core")

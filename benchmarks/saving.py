@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from transformers import BertConfig, BertModel
 
-from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, table, verdict
-from rapidformer_templates.commands.bench.output import Advance, progress, spread
+from benchmarks.contest import Advance, Answer, Contest, Flag, asks, bars, mean_sd, progress, table, verdict
+from rapidformer_templates.commands.bench.output import spread
 from rapidformer_templates.engines.shards import Shard, ShardKind, whole_shard
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
@@ -212,6 +212,7 @@ def _safetensors(state: State, path: Path) -> None:
         sync(path / f"{kind}.safetensors")
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     with ExitStack() as stack:
         if options.folder:

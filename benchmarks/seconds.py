@@ -17,13 +17,11 @@ from typing import Any
 
 from rich.console import Group
 
-from benchmarks import seconds_worker
-from benchmarks.contest import Answer, Columns, Flag, Row, table, verdict
-from benchmarks.planner import CASES, Case, run_in_groups
-from benchmarks.planner_worker import MODELS
+from benchmarks.contest import Answer, Columns, Flag, Row, asks, progress, table, verdict
+from benchmarks.planner import CASES, Case, run_in_group
+from benchmarks.planner_worker import MODELS, measure_seconds
 from benchmarks.published_runs import kendall_tau
 from rapidformer_templates.commands.bench.calibrate import calibrate, rates_table
-from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.switches.auto_strategy.memory import variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import communication_sizes
@@ -57,6 +55,7 @@ def predict_case(case: Case, device_file: str) -> Timing:
     return predict_seconds(layout, setting, trace, facts, hardware, layout.world, stages)
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     """Measure the rates and the steps. The status is 0 even if the goal is missed."""
     counts = [count for count in (2, 4) if count <= options.workers]
@@ -70,7 +69,7 @@ def answer(options: argparse.Namespace) -> Answer:
         rows: list[Row] = []
         with progress("seconds", len(counts)) as advance:
             for count, group in cases.items():
-                told = run_in_groups([(case.model, case.flags) for case in group], count, seconds_worker.__name__)
+                told = run_in_group([(case.model, case.flags) for case in group], count, measure_seconds)
                 rows += [_row(case, ranks, str(file)) for case, ranks in zip(group, told, strict=True)]
                 advance(f"{count} workers")
     errors = [abs(row["error"]) for row in rows]
@@ -90,9 +89,9 @@ def answer(options: argparse.Namespace) -> Answer:
     )
 
 
-def _row(case: Case, ranks: Sequence[dict[str, Any]], device_file: str) -> Row:
+def _row(case: Case, ranks: Sequence[Sequence[float]], device_file: str) -> Row:
     predicted = predict_case(case, device_file)
-    measured = statistics.median(max(steps) for steps in zip(*(rank["seconds"] for rank in ranks), strict=True))
+    measured = statistics.median(max(steps) for steps in zip(*ranks, strict=True))
     return {
         "model": case.model,
         "layout": case.name,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,8 +18,8 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.contest import Answer, Flag, table, verdict
-from rapidformer_templates.commands.bench.output import progress
+from benchmarks.contest import Answer, Flag, asks, progress, table, verdict
+from benchmarks.workers import run_in_workers
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.tasks import load_task
@@ -116,10 +115,10 @@ def _status(name: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith(name))
 
 
+@asks(*FLAGS)
 def answer(options: argparse.Namespace) -> Answer:
     sizes = [float(size) for size in options.megabytes.split()]
     ways = [(size, way) for size in sizes for way in KINDS[options.data] if way != WHOLE or size <= options.whole]
-    context = multiprocessing.get_context("spawn")
     rows: list[dict[str, Any]] = []
     with progress("streaming", len(ways)) as advance:
         for size in sizes:
@@ -130,8 +129,7 @@ def answer(options: argparse.Namespace) -> Answer:
                 tokenizer = make_tokenizer(Path(name) / "tokenizer", next(folder.glob("*.jsonl")))
                 for way in (way for of, way in ways if of == size):
                     flags = f"{TASKS[way].format(folder)} {MODEL} --tokenizer-path {tokenizer}".split()
-                    with context.Pool(1) as pool:
-                        found = pool.apply(measure, (flags,))
+                    (found,) = run_in_workers(measure, flags)
                     rows.append({"way": way, "size": size, "rate": size / found["seconds"], **found})
                     advance(f"{size:g} MB, {way}")
     peaks = {way: [row["peak"] for row in rows if row["way"] == way] for way in (STREAMED, WINDOWS)}

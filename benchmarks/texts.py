@@ -67,6 +67,16 @@ def _sources() -> Iterator[tuple[str, str]]:
                 yield str(path.relative_to(root)), text
 
 
+def sources(size: int) -> bytes:
+    """Return the beginning of the joined sources of Python's library."""
+    joined = bytearray()
+    for _, text in _sources():
+        joined += text.encode()
+        if len(joined) >= size:
+            break
+    return bytes(joined[:size])
+
+
 def docstrings(longest: int, limit: int | None = None) -> TokenizedSamples:
     """Return the docstrings of Python's library as bytes, each truncated to ``longest``."""
     texts = (text.encode() for _, text in documented())

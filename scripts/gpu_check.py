@@ -18,8 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,59 +40,40 @@ class Part:
 
     Attributes:
         name: Name of the part.
-        command: Command line of the process.
+        command: Words after ``python`` of the process.
         seconds: Time limit.
-        read: Reads the part's results from the output folder.
+        result: File with the results of the part.
     """
 
     name: str
     command: list[str]
     seconds: float
-    read: Callable[[], Any] = field(default=lambda: None)
+    result: Path | None = None
 
 
 def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
     """Return the parts of the check, the most important ones first."""
-    python, bench = sys.executable, [sys.executable, "-m", "rapidformer_templates", "bench"]
-    scales = ["tiny"] if tiny else ["gpt-124m", "bert-base", "paper"]
-    found = [
-        Part("versions", [python, "-c", VERSIONS, str(output / "versions.json")], 60, _json(output / "versions.json"))
-    ]
-    slack = 1.0 if device == "cuda" else 4.0  # the limits are made for a GPU: a CPU gets more time
-    turns = ["--repeats", "1", "--steps", "2" if tiny else "4", "--device", device]
-    for scale in scales:
-        folder = output / f"profile-{scale}"
-        command = [
-            python,
-            str(Path(__file__).resolve()),
-            "--record",
-            scale,
-            "--device",
-            device,
-            "--output",
-            str(folder),
-        ]
-        found.append(Part(f"profile {scale}", command, 60 * slack, _json(folder / "run/profile/summary.json")))
-        folder = output / f"mfu-{scale}"
-        command = [*bench, "mfu", "--scale", scale, *turns, "--solutions", "rapidformer", "--output", str(folder)]
-        found.append(Part(f"utilisation {scale}", command, 120 * slack, _json(folder / "mfu.json")))
+    pytest = ["-m", "pytest", "-q", "--timeout", "120", "-p", "no:cacheprovider"]
+    found = [Part("versions", ["-c", VERSIONS, str(output / "versions.json")], 60, output / "versions.json")]
     if not tiny:
-        rehearsed = [*pytest_of("accelerator", "tests/rehearsal"), f"--junitxml={output / 'rehearsed.xml'}"]
-        tests = [*pytest_of("gpu", "tests/test_gpu.py"), f"--junitxml={output / 'tests.xml'}"]
-        found[1:1] = [Part("rehearsed runs", rehearsed, 120), Part("tests", tests, 150)]
-        compiled = [*bench, "mfu", "--scale", "gpt-124m", *turns, "--solutions", "rapidformer, compiled"]
-        found.append(
-            Part(
-                "compiled", [*compiled, "--output", str(output / "compiled")], 120, _json(output / "compiled/mfu.json")
-            )
-        )
-    return found
+        for name, marker, where, seconds in (
+            ("rehearsed runs", "accelerator", "tests/rehearsal", 120.0), ("tests", "gpu", "tests/test_gpu.py", 150.0),
+        ):  # fmt: skip
+            words = ["-m", marker, str(ROOT / where), f"--junitxml={output / name.replace(' ', '-')}.xml"]
+            found.append(Part(name, [*pytest, *words], seconds))
+    slack = 1.0 if device == "cuda" else 4.0  # the limits are made for a GPU: a CPU gets more time
+    for scale in ["tiny"] if tiny else ["gpt-124m", "bert-base", "paper"]:
+        folder = output / f"profile-{scale}"
+        record = [__file__, "--record", scale, "--device", device, "--output", str(folder)]
+        found.append(Part(f"profile {scale}", record, 60 * slack, folder / "run/profile/summary.json"))
+        found.append(_utilisation(f"utilisation {scale}", scale, "eager", output, device, 120 * slack))
+    return found if tiny else [*found, _utilisation("compiled", "gpt-124m", "compiled", output, device, 120)]
 
 
-def pytest_of(marker: str, where: str) -> list[str]:
-    """Return the command that runs the tests with a marker."""
-    words = f"-m pytest -m {marker} -q --timeout 120 -p no:cacheprovider"
-    return [sys.executable, *words.split(), str(ROOT / where)]
+def _utilisation(name: str, scale: str, solution: str, output: Path, device: str, seconds: float) -> Part:
+    file = output / f"{name.replace(' ', '-')}.json"
+    words = f"-m benchmarks mfu --scale {scale} --rounds 4 --device {device} --solutions {solution} --json".split()
+    return Part(name, [*words, str(file)], seconds, file)
 
 
 VERSIONS = """
@@ -104,15 +84,11 @@ json.dump({"python": sys.version, "torch": torch.__version__, "transformers": tr
 """
 
 
-def _json(path: Path) -> Callable[[], Any]:
-    return lambda: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
 def run(part: Part, seconds: float) -> dict[str, Any]:
     """Run a part for at most ``seconds``. Returns its exit, the end of its output, and the results written by then."""
-    began = time.monotonic()
+    began, command = time.monotonic(), [sys.executable, *part.command]
     process = subprocess.Popen(
-        part.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
     )
     try:
         text, _ = process.communicate(timeout=seconds)
@@ -122,7 +98,8 @@ def run(part: Part, seconds: float) -> dict[str, Any]:
         text, _ = process.communicate()
         status = f"stopped after {seconds:.0f} s"
     spent = round(time.monotonic() - began, 1)
-    return {"status": status, "seconds": spent, "output": text[-4000:], "result": part.read()}
+    result = json.loads(part.result.read_text()) if part.result and part.result.exists() else None
+    return {"status": status, "seconds": spent, "output": text[-4000:], "result": result}
 
 
 def verdicts(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -131,8 +108,9 @@ def verdicts(results: dict[str, dict[str, Any]]) -> list[str]:
     for scale, goals in GOALS.items():
         table = (results.get(f"utilisation {scale}") or {}).get("result")
         if table:
-            ours = table["solutions"].get("rapidformer", {}).get("utilisation")
-            measured = {"utilisation": ours} | {f"over {peer}": r[0] for peer, r in table["ratios"].items()}
+            rows = table["solutions"]
+            measured = {f"over {row['name']}": row.get("ratio") for row in rows if not row["ours"]}
+            measured["utilisation"] = next((row["utilisation"] for row in rows if row["ours"]), None)
             lines += [_verdict(f"{scale}: {name}", measured.get(name), goal) for name, goal in goals.items()]
         profile = (results.get(f"profile {scale}") or {}).get("result")
         if profile:
@@ -150,24 +128,13 @@ def _verdict(what: str, measured: float | None, goal: float) -> str:
 
 def record(scale: str, device: str, output: Path) -> None:
     """Train a model of the utilisation table for a few steps, and profile them."""
-    from rapidformer_templates import Data, Trainer
-    from rapidformer_templates.commands.bench.tables import UTILISATION
-    from rapidformer_templates.commands.bench.worker import BenchJob, RandomTokens, build_model
+    from rapidformer_templates.commands.bench.models import SCALES
 
-    precision = "bf16" if device == "cuda" else "fp32"
-    job = BenchJob("mfu", "rapidformer", None, scale, 1, 1, 20, device, precision, "", "")
-
-    class Profiled(Trainer):
-        def build_data(self) -> Data:
-            return Data(train=RandomTokens(job))  # type: ignore[arg-type]
-
-        def build_model(self) -> Any:
-            return build_model(UTILISATION.scales[scale])
-
-    flags = ["--device", device, "--micro-batch-size", str(job.sizes.micro_batch), "--train-iters", "20"]
+    model = SCALES[scale]
+    flags = ["--device", device, "--micro-batch-size", str(model.micro_batch), "--train-iters", "20"]
     flags += ["--lr", "1e-4", "--profile", "8", "--save", str(output / "run"), "--overwrite", "--no-export-model"]
     flags += ["--save-interval", "1000000"] + (["--mixed-precision", "bf16"] if device == "cuda" else [])
-    Profiled(flags).fit()
+    model.job(samples=20 * model.micro_batch)(flags).fit()
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,71 +45,9 @@ class Line:
     tests: tuple[str, ...]
 
 
-LINES = {
-    "gradients are not clipped": Line(
-        "engines/local.py",
-        "self._multiply_gradients(torch.clamp(self.clip_grad / (norm + 1e-6), max=1.0))",
-        "pass",
-        ("tests/engines/test_local.py",),
-    ),
-    "gradients are averaged in every micro batch": Line(
-        "engines/local.py",
-        "if self._exchanges:",
-        "if True:",
-        ("tests/engines/test_gradient_buckets.py", "tests/engines/test_local.py"),
-    ),
-    "the divisor lacks the loss scale": Line(
-        "engines/local.py",
-        "divisor = self.loss_scale.scale if self.loss_scale is not None else None",
-        "divisor = None",
-        ("tests/rehearsal/test_runs.py",),
-    ),
-    "the norm of a 3D layout covers only one worker": Line(
-        "engines/shards.py",
-        "return workers.sum_tensor(square).sqrt().to(dtype)",
-        "return square.sqrt().to(dtype)",
-        ("tests/engines/parallel/test_engine.py",),
-    ),
-    "copies of a tied parameter are not added up": Line(
-        "engines/parallel/replicas.py",
-        "dist.all_reduce(self._sums[bucket], group=self.tied[self._keys[bucket].stages])",
-        "pass",
-        ("tests/engines/parallel/test_engine.py",),
-    ),
-    "a reached parameter of another stage counts as unreached": Line(
-        "engines/parallel/replicas.py", "flags[offsets] = part", "pass", ("tests/engines/parallel",)
-    ),
-    "updated shares are not sent": Line(
-        "engines/parallel/replicas.py",
-        "all_gather(flat, share, group=group)",
-        "flat.copy_(share.repeat(-(-flat.numel() // share.numel()))[: flat.numel()])",
-        ("tests/engines/parallel/test_engine.py",),
-    ),
-    "a tensor-parallel product is not summed": Line(
-        "switches/layout/collectives.py",
-        "dist.all_reduce(tensor, group=self.group)",
-        "pass",
-        ("tests/switches/tensor_parallel",),
-    ),
-    "the norm of a sharded gradient covers only one worker": Line(
-        "switches/oss/engine.py",
-        "self._divides_gradients = True",
-        "pass",
-        ("tests/switches/oss/test_engine.py",),
-    ),
-    "gradients of divided experts are not summed": Line(
-        "switches/layout/experts.py",
-        "dist.all_reduce(local_part(parameter.grad), group=self._replica_group.group)",
-        "pass",
-        ("tests/switches/mixture_of_experts/test_layouts.py",),
-    ),
-    "two workers write the same part of a weight": Line(
-        "engines/shards.py",
-        "if shard.counts and writer == shard.copies.rank:",
-        "if shard.counts:",
-        ("tests/engines/test_local.py",),
-    ),
-}
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LINES = {name: Line(**{**row, "tests": tuple(row["tests"])}) for name, row in TABLE.items()}
+"""The lines of mutations.toml."""
 
 ELSEWHERE = {
     "auto-strategy": ("tests/switches/auto_strategy/test_auto_strategy.py", RECEIPTS),

@@ -1,5 +1,7 @@
 """Pictures of README and manual: ``python scripts/pictures.py`` writes docs/pictures/ from real output and figures.
 
+``workers.svg`` is a drawing.
+
 ``--train`` first trains the runs of the picture about parity again. It stores their losses in ``parity.json`` and takes
 about ten minutes on two cores.
 """
@@ -30,7 +32,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from rapidformer_templates.commands.main import main as rapidformer  # noqa: E402
-from rapidformer_templates.planning.plan import Sizes, groups_of  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
 WIDTH = 100  # columns of a terminal. Longer lines are wrapped
@@ -168,50 +169,6 @@ def _title(figure: Any, axes: Any, title: str) -> None:
     figure.suptitle(title, x=0.015, ha="left", fontsize=11.5, fontweight="bold")
     axes.invert_yaxis()
     axes.set_facecolor("none")
-
-
-WORKERS = Sizes(world=16, local_world=16, tensor=2, context=2, data=2, pipeline=2)
-"""Sixteen workers, two in each dimension."""
-COLOURS = {"tensor": "#3f51b5", "context": "#00897b", "data": "#c77700", "pipeline": "#ad1457"}
-BENT = {"tensor": 0.0, "context": 0.0, "data": 0.34, "pipeline": -0.22}
-"""Curvature of the line between two workers, as a fraction of its length."""
-
-
-def workers() -> str:
-    """Draw which workers communicate: the groups of :data:`WORKERS` as in the plan."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import FancyArrowPatch
-
-    groups = {group.name: group for group in groups_of(WORKERS)}
-    places = [_place(rank, {name: rank // group.stride % 2 for name, group in groups.items()}) for rank in range(16)]
-    with drawn(8.6, 4.9) as (figure, out):
-        axes = figure.subplots()
-        for name, group in groups.items():
-            for first in (rank for rank in range(16) if rank // group.stride % 2 == 0):
-                ends = places[first], places[first + group.stride]
-                line = FancyArrowPatch(*ends, arrowstyle="-", connectionstyle=f"arc3,rad={BENT[name]}", zorder=1)
-                line.set(color=COLOURS[name], linewidth=2.2 if name == "tensor" else 1.6)
-                axes.add_patch(line)
-        for rank, (x, y) in enumerate(places):
-            box = {"boxstyle": "round,pad=0.42", "facecolor": "#ffffff", "edgecolor": "#57606a"}
-            axes.text(x, y, f"{rank}", ha="center", va="center", bbox=box, zorder=2)
-        for replica, y in enumerate((3.5, 0.5)):
-            axes.text(-1.0, y, f"replica {replica}", rotation=90, ha="center", va="center", fontweight="bold")
-        for stage, x in enumerate((0.6, 5.0)):
-            axes.text(x, 4.75, f"stage {stage}", ha="center", fontweight="bold")
-        lines = [
-            Line2D([], [], color=COLOURS[name], linewidth=2, label=f"{name}: {groups[name].exchanges}")
-            for name in COLOURS
-        ]
-        axes.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, 0.02), ncols=2, frameon=False, fontsize=10)
-        axes.set(xlim=(-1.3, 6.4), ylim=(-0.9, 5.1))
-        axes.axis("off")
-    return out.getvalue()
-
-
-def _place(rank: int, at: Mapping[str, int]) -> tuple[float, float]:
-    """Place stages side by side, and replicas below each other. In each, tensor goes across and context down."""
-    return at["pipeline"] * 4.4 + at["tensor"] * 1.2, 4.0 - at["data"] * 3.0 - at["context"] * 1.0
 
 
 JOB = (
@@ -366,7 +323,6 @@ def pictures() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each picture that is made from output and figures."""
     for name, command in TERMINAL.items():
         yield f"{name}.svg", terminal(command)
-    yield "workers.svg", workers()
     yield "parity.svg", parity()
     yield "planner.svg", planner((ROOT / "docs" / "benchmarks-planner.md").read_text(encoding="utf-8"))
     page = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("benchmarks*.md")))

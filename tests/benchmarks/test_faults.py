@@ -1,30 +1,30 @@
-"""Runs that are killed and resumed."""
+"""Runs that are killed or broken, and resumed."""
 
 from __future__ import annotations
 
 import json
+import socket
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import faults
 from benchmarks.__main__ import main
-from benchmarks.faults import Kill, SingleProcess
-from benchmarks.killed_runs import FaultReport, Life, difference, run_faults
-from benchmarks.trainees import TRAINEES, Ours, Place
-from benchmarks.worker_faults import Group, GroupKill, Victim
+from benchmarks.faults import FaultReport, Kill, Layout, Life, Solution, Victim, first_error, run_faults
+from benchmarks.killed import Ours, Place, TransformersTrainer, difference
 
-OURS = TRAINEES["ours"]
-LIFE = Life(seconds=2.0, killed_in=None, status=0, saves=(0.01, 0.02, 0.09), start=0.5)
+OURS = Ours()
+LIFE = Life(seconds=2.0, killed_in=None, status=0, saves=(0.01, 0.02, 0.09), first_step=0.5)
 
 
 @pytest.mark.parametrize(
     "kills", [pytest.param(2, marks=pytest.mark.longer), pytest.param(12, marks=pytest.mark.exhaustive)]
 )
 def test_killed_runs_end_as_if_nobody_had_killed_them(kills: int, tmp_path: Path) -> None:
-    report = run_faults(SingleProcess(OURS), kills=kills, folder=tmp_path, seed=3)
+    report = run_faults(Solution(OURS), kills=kills, folder=tmp_path, seed=3)
     assert report.flawless, report.to_json()
     assert report.kills.total() == report.survived == kills
     assert report.complete == report.identical > 0
@@ -32,7 +32,7 @@ def test_killed_runs_end_as_if_nobody_had_killed_them(kills: int, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_kill_waits_for_a_save(tmp_path: Path) -> None:
-    life = SingleProcess(OURS).spend_life(tmp_path / "run", Kill(after=0.0, into_save=0.0))
+    life = Solution(OURS).spend_life(tmp_path / "run", Kill(Victim.ALL, 0, Place.SAVE, after=0.0))
     assert life.killed_in is Place.SAVE
     assert life.status is None
 
@@ -41,7 +41,7 @@ def test_a_kill_waits_for_a_save(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_runs_of_two_workers_are_killed_and_continue(tmp_path: Path) -> None:
     """Nine kills: a worker, the launcher and all of them, each in a save, in an exchange and at any time."""
-    group = Group(Ours("ddp", "--nproc-per-node 2", steps=6), workers=2)
+    group = Solution(Ours("ddp", "--nproc-per-node 2", steps=6), workers=2)
     report = run_faults(group, kills=9, folder=tmp_path, seed=3)
     assert report.flawless, report.to_json()
     assert report.survived == 9
@@ -52,8 +52,8 @@ def test_runs_of_two_workers_are_killed_and_continue(tmp_path: Path) -> None:
 
 
 def test_a_third_of_the_kills_of_several_workers_is_in_saves_and_a_third_in_exchanges() -> None:
-    group = Group(Ours("ddp"), workers=4)
-    kills: list[GroupKill] = []
+    group = Solution(Ours("ddp"), workers=4)
+    kills: list[Kill] = []
     moments = group.moments(0, LIFE)
     for number in range(900):
         kills.append(next(moments))
@@ -67,31 +67,37 @@ def test_a_third_of_the_kills_of_several_workers_is_in_saves_and_a_third_in_exch
 
 
 def test_files_that_only_a_killed_run_has_are_leftovers(tmp_path: Path) -> None:
-    class Stub(SingleProcess):
-        def outcome(self, run: Path) -> dict[str, list[object]]:
-            return {}
+    class Stub(Solution):
+        def __init__(self) -> None:
+            super().__init__(OURS)
+            self.outcome = lambda run: {}
 
         def spend_life(self, run: Path, kill: Kill | None = None) -> Life:
             Path(f"{run}.tmp").mkdir(parents=True, exist_ok=True)
             run.mkdir(exist_ok=True)
+            self.has_struck = kill is not None
             if kill:
                 (Path(f"{run}.tmp") / "rapidformer-x").touch()
             return LIFE._replace(killed_in=Place.STEP if kill else None, end=3.0)
 
-    report = run_faults(Stub(OURS), kills=2, folder=tmp_path)
+    report = run_faults(Stub(), kills=2, folder=tmp_path)
     assert report.leftovers == ["run-1: .tmp/rapidformer-x"]
-    assert (report.slowest_end, report.slowest_kill, report.flawless) == (3.0, "run-1: process, step", False)
+    assert (report.slowest, report.flawless) == ((3.0, "run-1: all, step"), False)
 
 
 def test_moments_cover_the_life_and_half_of_them_the_saves() -> None:
-    moments = SingleProcess(OURS).moments(0, LIFE)
-    kills = list(islice(moments, 400))
-    in_saves = [kill.into_save for kill in kills if kill.into_save is not None]
+    solution = Solution(OURS)
+    kills = []
+    for kill in islice(solution.moments(0, LIFE), 400):
+        solution.has_struck = True
+        kills.append(kill)
+    in_saves = [kill.into for kill in kills if kill.place is Place.SAVE]
     assert len(in_saves) == 200
     assert 0 <= min(in_saves) < 0.002
     assert 0.022 < max(in_saves) <= 0.024  # slightly longer than the usual save
-    assert min(kill.after for kill in kills) < 0.1
-    assert 1.9 < max(kill.after for kill in kills) <= 2.0
+    others = [kill for kill in kills if kill.place is None]
+    assert min(kill.after for kill in others) < 0.1
+    assert 1.9 < max(kill.after for kill in others) <= 2.0
 
 
 def test_a_difference_is_named() -> None:
@@ -116,7 +122,7 @@ def test_the_exit_status_tells_of_a_run_of_ours_that_went_wrong(
     peer = FaultReport("peer", Counter({Place.SAVE: 2}), ["run-1: no file step-3"], [], complete=0)
     results = {
         OURS.name: FaultReport("ours", Counter({Place.SAVE: 2}), [], ["run-1: weights"], complete=1),
-        TRAINEES["transformers"].name: peer,
+        TransformersTrainer().name: peer,
     }
     monkeypatch.setattr(faults, "run_faults", lambda solution, *others: results[solution.name])
     assert main(["faults", "--kills", "2", "--json", str(tmp_path / "faults.json")]) == 1
@@ -127,3 +133,44 @@ def test_the_exit_status_tells_of_a_run_of_ours_that_went_wrong(
     assert [solution["survived"] for solution in solutions] == [2, 1]
     results[OURS.name] = FaultReport("ours", Counter({Place.SAVE: 2}), complete=1)
     assert main(["faults", "--kills", "2", "--no-peer"]) == 0
+
+
+@pytest.mark.longer
+@pytest.mark.distributed
+def test_faults_of_two_workers_are_reported_and_the_run_continues(tmp_path: Path) -> None:
+    layout = Layout("ddp", tmp_path)
+    rows = {fault: layout.provoke(fault) for fault in ("a flipped bit in a weight", "NaN in the loss", "os._exit(0)")}
+    assert [row["status"] for row in rows.values()] == [5, 3, 1]
+    assert all(row["resumed"] and row["difference"] is None and not row["has_stack"] for row in rows.values())
+    assert rows["a flipped bit in a weight"]["printed"].startswith("after step 9 worker 0 on node and worker 1 on node")
+    assert "worker 1 on node" in rows["NaN in the loss"]["printed"]
+    assert all(row["left_at_the_end"] == [] for row in rows.values())
+
+
+def test_the_first_error_of_a_log_and_its_place_are_shown() -> None:
+    host = socket.gethostname()
+    log = f"step 7/12\nerror: worker 1 on {host} hangs\n  where  train.py:8\n  help   wait\nerror: other\n"
+    assert first_error(log) == "worker 1 on node hangs; train.py:8"
+    assert first_error("error: a\n  help   b\n") == "a"
+    assert first_error("step 7/12\nstep 9/12  saved\n") == "step 9/12  saved"
+    assert first_error("") == ""
+
+
+@pytest.mark.parametrize(("difference", "status"), [(None, 0), ("weights, entry 1: w", 1)])
+def test_a_run_that_does_not_continue_decides_the_status(
+    difference: str | None, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stub:
+        def __init__(self, engine: str, folder: Path) -> None:
+            self.engine = engine
+
+        def provoke(self, fault: str) -> dict[str, Any]:
+            seen = {"engine": self.engine, "fault": fault, "seconds": 0.3, "printed": "a worker is gone", "status": 1}
+            return seen | {"left": [], "resumed": True, "difference": difference}
+
+    monkeypatch.setattr(faults, "Layout", Stub)
+    assert main(["fault-table", "--engine", "ddp"]) == status
+    assert "a worker is gone" in capsys.readouterr().out
+    assert main(["fault-table", "--engine", "fsdp", "--fault", "kill"]) == status
+    shown = capsys.readouterr().out
+    assert {name for name in ("kill", "NaN") if name in shown} == {"kill"}

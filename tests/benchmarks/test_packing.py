@@ -24,7 +24,7 @@ def test_rows_are_full_of_documents() -> None:
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(packing, "memory_of", lambda way, tokens: 1.0)  # it would start separate processes
+    monkeypatch.setattr(packing, "run_in_workers", lambda *arguments: [1.0])  # it would start separate processes
     assert main(["packing", "--rounds", "1", "--tokens", "128", "--output", str(tmp_path)]) == 0
     ways = json.loads((tmp_path / "packing.json").read_text())["ways"]
     assert [way["name"] for way in ways] == list(packing.WAYS)

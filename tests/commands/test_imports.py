@@ -12,7 +12,7 @@ import pytest
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.run.early_checks import refuse_mistakes_of_script
-from scripts.mistakes import PLAIN
+from scripts.mistakes import FILES
 
 HEAVY = (
     "accelerate", "datasets", "deepspeed", "matplotlib", "numpy", "pandas", "peft", "pyarrow", "scipy", "sklearn",
@@ -123,7 +123,7 @@ MISTAKES = {
     PREDICT + " --temperature -1 --max-new-tokens 0": "--temperature must be at least 0, not -1.0",
     "chat {0}/trained --temperature inf": "--temperature must be a finite number, not inf",
     "chat {0}/trained": "a model for sequence_classification does not chat",
-    "bench nothing": "invalid choice: 'nothing'",
+    "bench nothing": "run, mfu, calibrate, and no nothing",
 }
 """Command lines, each with a part of its error message."""
 
@@ -137,7 +137,7 @@ def test_mistakes_are_reported_before_torch_is_imported(folder: Path) -> None:
 
 
 def test_a_mistyped_flag_of_a_script_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(PLAIN)
+    (tmp_path / "job.py").write_text(FILES["plain.py"])
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")  # Python finds it before the real one
     for words, message in (
         (
@@ -168,11 +168,11 @@ def test_a_mistyped_flag_of_a_script_is_reported_before_torch_is_imported(tmp_pa
 )
 def test_a_script_that_may_have_other_flags_is_left_alone(change: tuple[str, str], tmp_path: Path) -> None:
     script = tmp_path / "job.py"
-    script.write_text(PLAIN)
+    script.write_text(FILES["plain.py"])
     with pytest.raises(ConfigError, match="unknown flag --foo"):
         refuse_mistakes_of_script(str(script), ["--foo"])
     refuse_mistakes_of_script(str(script), ["--foo", "--help"])
-    script.write_text(PLAIN.replace(*change))
+    script.write_text(FILES["plain.py"].replace(*change))
     refuse_mistakes_of_script(str(script), ["--foo"])
 
 

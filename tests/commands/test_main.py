@@ -240,7 +240,7 @@ def test_whoever_reads_no_further_gets_no_stack_trace() -> None:
     "command",
     [
         "bench run --turns",
-        "bench mfu --repeats",
+        "bench mfu --steps-a-turn",
         "convert none.yaml --world-size",
         "data tokenizer --input none.txt --output folder --vocab-size",
         "demo --held-out",

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from rapidformer_templates.commands.bench import flops, measure, worker
-from rapidformer_templates.commands.bench.tables import TABLES
+from rapidformer_templates.commands.bench import flops
+from rapidformer_templates.commands.bench.flops import MatrixProduct
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.errors import RapidformerError
 from tests.support import stand_in
 from tests.support.worker_pool import run_in_workers
 
@@ -68,25 +66,18 @@ def test_a_plan_takes_it_without_a_flag() -> None:
     assert f"device       │ {stand_in.NAME}" in run_in_workers(1, _planned, device=stand_in.NAME)[0]
 
 
-def _bench(workers: Any) -> tuple[list[str], str, float, float]:
-    """Return the devices that bench chooses, its error if there are too few, the peak that it measures, and a rate."""
-    found = []
-    for asked, count in ((stand_in.NAME, 4), ("auto", 4), ("auto", 5), ("cpu", 1)):
-        options = argparse.Namespace(device=asked, scale="tiny", table="mfu")
-        found.append(measure._device(options, TABLES["mfu"].scales["tiny"], count))
-    options.device = stand_in.NAME
-    with pytest.raises(RapidformerError) as caught:
-        measure._device(options, TABLES["mfu"].scales["tiny"], 5)
-    before = worker.peak_mb(stand_in.NAME)
-    kept = torch.empty(10_000_000, dtype=torch.uint8, device=stand_in.NAME)
-    more = worker.peak_mb(stand_in.NAME) - before
-    del kept
-    return found, caught.value.message, more, flops.MatrixProduct(stand_in.NAME, "fp32", size=32).rate()
+def _measured(workers: Any) -> tuple[dict[str, Any], float]:
+    """Return the result of ``bench mfu`` on the accelerator, and the rate of a matrix product."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        words = f"bench mfu --scale tiny --turns 1 --steps-a-turn 1 --json {folder}/mfu.json --mixed-precision bf16"
+        with mock.patch.dict(flops.SIZES, accelerator=32):
+            assert main(words.split()) == 0
+        return json.loads(Path(folder, "mfu.json").read_text()), MatrixProduct(stand_in.NAME, "fp32", size=32).rate()
 
 
 def test_bench_computes_on_it() -> None:
-    found, message, more, rate = run_in_workers(1, _bench, device=stand_in.NAME)[0]
-    assert found == [stand_in.NAME, stand_in.NAME, "cpu", "cpu"]
-    assert message == "5 workers need a device standin each, but there are 4"
-    assert more == pytest.approx(10.0, abs=0.001)
+    result, rate = run_in_workers(1, _measured, device=stand_in.NAME)[0]
+    assert result["plan"]["device"] == stand_in.NAME
+    assert 0 < result["peak_mb"] < 100  # of the device, where torch itself takes nothing
+    assert result["utilisation"] > 0
     assert rate > 0

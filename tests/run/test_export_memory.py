@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-from benchmarks.measured_export import Weights, growth_of_process
 from rapidformer_templates.models import saving
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.export import export_checkpoint, export_model
@@ -22,6 +21,7 @@ from rapidformer_templates.run.run import Run
 from rapidformer_templates.system import tensor_files
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import VOCABULARY, CausalJob
+from tests.support.measured_export import Weights, growth_of_process
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 

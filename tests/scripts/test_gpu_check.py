@@ -28,7 +28,7 @@ def check() -> Any:
 def test_a_part_that_takes_too_long_is_ended_and_keeps_what_it_wrote(check: Any, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     code = f"import time; open({str(result)!r}, 'w').write('[1]'); print('begun', flush=True); time.sleep(60)"
-    found = check.run(check.Part("slow", [sys.executable, "-c", code], 5, check._json(result)), 5)
+    found = check.run(check.Part("slow", ["-c", code], 5, result), 5)
     assert found["status"] == "stopped after 5 s"
     assert found["result"] == [1]
     assert "begun" in found["output"]
@@ -36,8 +36,8 @@ def test_a_part_that_takes_too_long_is_ended_and_keeps_what_it_wrote(check: Any,
 
 
 def test_results_are_kept_part_by_part(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = check.Part("good", [sys.executable, "-c", "print('fine')"], 60)
-    bad = check.Part("bad", [sys.executable, "-c", "raise SystemExit(3)"], 60)
+    good = check.Part("good", ["-c", "print('fine')"], 60)
+    bad = check.Part("bad", ["-c", "raise SystemExit(3)"], 60)
     monkeypatch.setattr(check, "parts", lambda *arguments, **keywords: [good, bad])
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path), "--device", "cpu", "--tiny"])
     assert check.main() == 1
@@ -54,10 +54,9 @@ def test_all_parts_fit_into_the_limit_of_one_call(check: Any, tmp_path: Path) ->
 
 
 def test_goals_are_laid_beside_what_was_measured(check: Any) -> None:
-    table = {
-        "solutions": {"rapidformer": {"utilisation": 0.5}},
-        "ratios": {"plain PyTorch": [0.98], "transformers' Trainer": [1.3]},
-    }
+    ours = {"name": "eager", "ours": True, "utilisation": 0.5}
+    peers = [("plain PyTorch", 0.98), ("transformers' Trainer", 1.3)]
+    table = {"solutions": [ours, *({"name": name, "ours": False, "ratio": ratio} for name, ratio in peers)]}
     profile = {"host_waits_a_step": {"cudaStreamSynchronize": 0, "cudaEventSynchronize": 1}, "device_idle_share": 0.01}
     lines = check.verdicts({"utilisation gpt-124m": {"result": table}, "profile gpt-124m": {"result": profile}})
     assert lines == [

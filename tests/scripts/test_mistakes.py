@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.mistakes import CASES, SCRATCH, Case, Outcome, as_row, main, prepare, problems_of
+from scripts.mistakes import CASES, WORDS, Case, Outcome, as_row, main, prepare, problems_of
 
 LIGHT = [case for case in CASES if not case.needs_torch]
 
@@ -54,7 +54,7 @@ def test_the_table_is_long_enough_and_each_group_has_cases() -> None:
 
 def test_a_row_has_the_error_and_not_the_plan_before_it() -> None:
     outcome = Outcome(2, "template x\nerror: a | b\n  where  c\n  help   d\n  more\n", 0.124, 0.2)
-    row = as_row(Case("flag", f"{SCRATCH} --x", "a"), outcome)
+    row = as_row(Case("flag", f"{WORDS['scratch']} --x", "a"), outcome)
     assert row == "| flag | `… --x` | error: a \\| b<br>  where  c<br>  help   d | 2 | 0.12 |"
 
 

@@ -17,7 +17,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Trainer
-from rapidformer_templates.commands.bench.worker import peak_mb
 from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY
@@ -78,7 +77,7 @@ def _train(kind: type[Job], flags: str) -> tuple[int, float]:
     own = "--device cpu --lr 1e-4 --train-iters 2 --micro-batch-size 1 --no-save"
     receipts = kind([*own.split(), *flags.split()]).fit()["receipts"]
     held = max(sum(rank.get(name, 0) for name in BYTES_BY_RANK) for rank in receipts["held_bytes_by_rank"])
-    return held, peak_mb("cpu") - before
+    return held, resident_bytes("VmHWM") / 1e6 - before
 
 
 def _train_twice(flags: str) -> tuple[int, float]:

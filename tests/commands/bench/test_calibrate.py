@@ -2,78 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from rapidformer_templates.commands.bench.calibrate import fit_rates
-from rapidformer_templates.commands.bench.calibrate_worker import Measurements, Stopwatch
+from rapidformer_templates.commands.bench import calibrate
+from rapidformer_templates.commands.bench.calibrate import Stopwatch, fit_factors, fit_line, fit_parts, predict_steps
 from rapidformer_templates.commands.bench.cli import main
-from rapidformer_templates.commands.bench.reference_steps import fit_factors, predict_steps
 from rapidformer_templates.switches.auto_strategy.device_file import (
     EXCHANGES,
     DeviceFile,
+    ExchangeRate,
     PrecisionRates,
+    WorkerRates,
     read_device_file,
 )
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.system.workers import Workers
 from tests.support.selection import by_default
 
+ALONE = Workers(0, 0, 1, torch.device("cpu"))
 FAST = PrecisionRates(tflops=0.1, kernel_seconds=2e-5, attention_tflops=0.02, activation_bandwidth=4.0)
 SIZES = (2.0**12, 2.0**16, 2.0**20, 2.0**24)
 
 
-def synthetic(factor: float) -> Measurements:
-    """Return the seconds of a device with known rates, times ``factor``."""
-    shapes = [(64, 64, 64), (256, 512, 128), (1024, 512, 1024)]
-    return Measurements(
-        name="A processor",
-        memory_gb=32.0,
-        products={"fp32": [(m, k, n, factor * (2e-5 + 2 * m * k * n / 0.1e12)) for m, k, n in shapes]},
-        attention={"fp32": [(flops, factor * (1e-4 + flops / 0.02e12)) for flops in (1e7, 1e8, 1e9)]},
-        activations={"fp32": [(size, factor * (1e-4 + size / 4e9)) for size in SIZES]},
-        exchanges={
-            kind: [(size, factor * (i * 1e-4 + size / 0.5e9)) for size in SIZES] for i, kind in enumerate(EXCHANGES)
-        },
-        copy=(1e9, factor * 1e9 / 8e9),
-        update=(1e6, factor * 36e6 / 3e9),
-        launch_seconds=factor * 1e-5,
-    )
+def test_a_line_recovers_its_delay_and_its_rate() -> None:
+    delay, per_byte = fit_line([(size, 3e-5 + size / 2e9) for size in SIZES])
+    assert (delay, per_byte) == pytest.approx((3e-5, 1 / 2e9))
+    assert fit_line([(size, size / 2e9) for size in SIZES]) == pytest.approx((0.0, 1 / 2e9), abs=1e-12)
+    # Errors in either direction move a rate less than the errors themselves.
+    noisy = fit_line([(size, (3e-5 + size / 2e9) * (1 + 0.1 * (-1) ** i)) for i, size in enumerate(SIZES)])
+    assert noisy == pytest.approx((3e-5, 1 / 2e9), rel=0.2)
+    assert fit_line([(1.0, 2.0), (2.0, 1.0)])[0] == 0  # faster if it is larger: there is no such delay
+    slowest = [(amount, 1e-5 + amount / 50e12) for amount in (1e9, 1e11, 1e13)]  # operations of a GPU
+    assert fit_line(slowest) == pytest.approx((1e-5, 1 / 50e12))
 
 
-def test_the_fit_recovers_the_rates_of_a_device() -> None:
-    rates = fit_rates([synthetic(0.5), synthetic(1.5)])  # two workers, whose mean is the device
-    assert rates.workers == 2
-    found = rates.precisions["fp32"]
+def test_parts_are_fitted_and_never_negative() -> None:
+    assert fit_parts([(0.5, 0.25), (0.25, 0.375)]) == pytest.approx((1.0, 2.0))
+    assert fit_parts([(0.5, 0.0), (0.5, 0.0)]) == pytest.approx((2.0, 0.0))
+    # The exact solution is (3, -1). The closest one without a negative factor has only the first part.
+    assert fit_parts([(0.5, 0.5), (0.75, 1.25)]) == pytest.approx((1.25 / 0.8125, 0.0))
+
+
+class Clock(Stopwatch):
+    """Gives each operation the seconds of a device with known rates, from the tensors that it takes."""
+
+    def __init__(self) -> None:
+        super().__init__(ALONE, 0.0)
+
+    def time(self, run: Callable[[], object]) -> float:
+        operands = next(cell.cell_contents for cell in run.__closure__ if hasattr(cell.cell_contents, "__next__"))
+        left, right = (operand.shape for operand in next(operands)[:2])
+        return 2e-5 + 2 * left[0] * left[1] * right[-1] / 0.1e12
+
+
+def test_the_rates_of_products_are_recovered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "OPERAND_BYTES", 1)
+    monkeypatch.setattr(calibrate, "ATTENTION", {"cpu": ((1, 1, 8, 4), (1, 1, 16, 4))})
+    found = calibrate._precision_rates(Clock(), "fp32", 0)
     assert found.tflops == pytest.approx(0.1)
     assert found.kernel_seconds == pytest.approx(2e-5)
-    assert found.attention_tflops == pytest.approx(0.02)
-    assert found.activation_bandwidth == pytest.approx(4.0)
-    assert (rates.memory_bandwidth, rates.update_bandwidth) == pytest.approx((8.0, 3.0))
-    assert (rates.launch_seconds, rates.host_link) == (pytest.approx(1e-5), None)
-    for i, kind in enumerate(EXCHANGES):
-        assert rates.exchanges[kind].seconds == pytest.approx(i * 1e-4, abs=1e-12)
-        assert rates.exchanges[kind].gbs == pytest.approx(0.5)
 
 
-def test_a_gpu_is_rated_by_its_waves_of_tiles() -> None:
-    """A hundred full tiles on a hundred multiprocessors are one wave, and one row more are two."""
-    full, more = 2 * 2560 * 8192 * 1280, 2 * 2 * 2560 * 8192 * 1280
-    measured = synthetic(1.0)
-    measured.multiprocessors = 100
-    measured.products = {"fp32": [(2560, 8192, 1280, full / 50e12), (5120, 8192, 1280, more / 50e12)]}
-    assert fit_rates([measured]).precisions["fp32"].tflops == pytest.approx(50)
+def test_a_gpu_is_rated_by_its_waves_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred full tiles on a hundred multiprocessors are one wave, and two hundred are two."""
+    monkeypatch.setattr(calibrate, "OPERAND_BYTES", 1)
+    monkeypatch.setattr(calibrate, "PRODUCTS", {"cpu": ((2560, 64, 1280), (5120, 64, 1280))})
+    monkeypatch.setattr(calibrate, "ATTENTION", {"cpu": ((1, 1, 8, 4), (1, 1, 16, 4))})
+    wave = 2 * 2560 * 64 * 1280
+    seconds = iter([wave / 50e12, 2 * wave / 50e12, *range(1, 9)])
+    watch = Clock()
+    monkeypatch.setattr(watch, "time", lambda run: next(seconds))
+    assert calibrate._precision_rates(watch, "fp32", 100).tflops == pytest.approx(50)
 
 
 def test_an_operation_longer_than_the_measurement_is_still_measured() -> None:
     calls = []
-    watch = Stopwatch(Workers(0, 0, 1, torch.device("cpu")), seconds=0.0)
+    watch = Stopwatch(ALONE, seconds=0.0)
     seconds = watch.time(lambda: calls.append(0))
     assert seconds > 0
-    assert len(calls) == 4  # two to warm up, one to choose the number of calls, and one that is measured
+    assert len(calls) == 5  # two to warm up, one to choose the number of calls, and two that are measured
 
 
 def test_factors_of_steps_are_recovered() -> None:
@@ -86,9 +97,10 @@ def test_factors_of_steps_are_recovered() -> None:
 @pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
 def test_the_reference_model_is_predicted_in_each_layout(precision: str, tmp_path: Path) -> None:
     file = tmp_path / "device.json"
-    rates = replace(fit_rates([synthetic(1.0)] * 2), precisions=dict.fromkeys(["fp32", "bf16"], FAST))
+    exchanges = {kind: ExchangeRate(i * 1e-4, 0.5) for i, kind in enumerate(EXCHANGES)}
+    rates = WorkerRates(2, dict.fromkeys(["fp32", "bf16"], FAST), 8.0, 3.0, 1e-5, exchanges=exchanges)
     DeviceFile("cpu", "A processor", 32.0, None, 0, (rates,)).write(file)
-    predicted = predict_steps(file, "cpu", precision, 2)
+    predicted = predict_steps(str(file), "cpu", precision, 2)
     assert list(predicted) == ["replicas", "fsdp", "tensor", "pipeline"]
     assert all(timing.communication > 0 for timing in predicted.values())
     assert predicted["tensor"].tensor > 0
@@ -109,5 +121,6 @@ def test_a_calibration_measures_everything(tmp_path: Path, capsys: pytest.Captur
         assert of_precision.computation_factor > 0
         assert of_precision.exchange_factor >= 0
     shown = capsys.readouterr().out
-    assert all(kind in shown for kind in EXCHANGES)
+    assert all(f"{kind} gbs" in shown for kind in EXCHANGES)
+    assert "bf16 computation_factor" in shown
     assert f"--device-file {file}" in shown.replace("\n", "")

@@ -1,1 +1,1 @@
-"""``rapidformer bench NAME``: measures the user's machine (docs/bench.md). More peers are in ``benchmarks/``."""
+"""``rapidformer bench``: measures the user's machine (docs/bench.md). Comparisons are in ``benchmarks/``."""

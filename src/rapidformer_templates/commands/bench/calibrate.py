@@ -1,39 +1,107 @@
-"""``bench calibrate``: measures the rates that predicted seconds depend on, and writes them to a device file."""
+"""``bench calibrate``: measures the rates that predicted seconds depend on, and writes them to a device file.
+
+``python -m rapidformer_templates.commands.bench.calibrate KIND SECONDS FILE`` is one of the workers that measure at the
+same time, because workers on CPUs share cores and memory.
+
+A step does more than its operations measured alone. Dropout draws random numbers, engines and gloo work on the
+processor, and workers wait for each other. So the workers also train a small model, and the computation and the
+exchanges of a step each get a factor.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
+import itertools
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from rich.table import Table
+from torch import nn
+from torch.nn import functional
 
-from rapidformer_templates.commands.bench.least_squares import fit_line
-from rapidformer_templates.commands.bench.output import progress
+from rapidformer_templates.commands.bench.models import BenchModel
+from rapidformer_templates.commands.bench.output import processor
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.environment import kind_of
+from rapidformer_templates.planning.environment import detect, kind_of
+from rapidformer_templates.planning.flag_parser import parse
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy import device_file as kinds
 from rapidformer_templates.switches.auto_strategy.device_file import (
     DeviceFile,
     ExchangeRate,
     PrecisionRates,
     WorkerRates,
 )
-from rapidformer_templates.switches.auto_strategy.step_seconds import UPDATE_TRAFFIC, tile_flops
-from rapidformer_templates.switches.auto_strategy.timing import GB
+from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
+from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+from rapidformer_templates.switches.auto_strategy.search import Search
+from rapidformer_templates.switches.auto_strategy.step_seconds import UPDATE_TRAFFIC, Timing, tile_flops
+from rapidformer_templates.switches.auto_strategy.timing import GB, find_hardware, host_bytes
 from rapidformer_templates.switches.auto_strategy.trace import Product
-from rapidformer_templates.system import launch
-from rapidformer_templates.system.terminal import console
+from rapidformer_templates.system import accelerator, launch
+from rapidformer_templates.system.terminal import console, print_lines
+from rapidformer_templates.system.workers import Workers, all_gather, join, reduce_scatter
 
 if TYPE_CHECKING:
-    from rapidformer_templates.commands.bench.calibrate_worker import Measurements
+    from rapidformer_templates.engines.contract import StepResult
 
-WORKER = "rapidformer_templates.commands.bench.calibrate_worker"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+PRODUCTS = {
+    "cpu": (
+        (128, 128, 128), (256, 128, 512), (512, 512, 128), (384, 192, 576), (384, 192, 2048), (512, 512, 512),
+        (1024, 512, 1024),
+    ),
+    "gpu": (
+        (2048, 1024, 4096), (4096, 4096, 4096), (8192, 4096, 4096), (8192, 5120, 15360), (8192, 8192, 8192),
+        (16384, 4096, 16384),
+    ),
+}  # fmt: skip
+"""Rows, inner size and columns of the measured products."""
+
+ATTENTION = {
+    "cpu": ((2, 4, 128, 32), (4, 8, 128, 32), (2, 8, 256, 64)),
+    "gpu": ((4, 32, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128)),
+}
+"""Samples, heads, tokens and width of a head of the measured attention kernels."""
+
+HIDDEN = {"cpu": ((512, 128), (384, 192), (512, 512)), "gpu": ((8192, 4096), (8192, 8192))}
+"""Tokens and hidden size of the operations between products."""
+
+SIZES = {"cpu": (2**12, 2**16, 2**20, 2**23), "gpu": (2**14, 2**20, 2**24, 2**28)}
+"""Bytes of the measured exchanges. The largest one is also copied."""
+
+PARAMETERS = {"cpu": (64, 2**15), "gpu": (64, 2**23)}
+"""Number of parameter tensors of the measured update, and the elements of each."""
+
+OPERAND_BYTES = 2**27
+"""Bytes of the operands that a measurement takes in turn, so that they come from memory as in training."""
+
+REFERENCE = {
+    "cpu": BenchModel("gpt", 8, 192, 8, 2048, 128, micro_batch=2, dropout=0.1),
+    "gpu": BenchModel("gpt", 8, 2048, 16, 32000, 1024, micro_batch=2, dropout=0.1),
+}
+"""The model that is trained. A step of two micro batches takes a fraction of a second."""
+
+WARMUP, STEPS = 3, 5
+"""Steps that do not count, and steps that do."""
+
+LARGEST_GROUP = 8
+"""Workers of a tensor group or of a pipeline. More groups are replicas."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -51,12 +119,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _worker_counts(kind: str) -> list[int]:
-    if kind == "cpu":
-        return [1, 2, 4]
-    import torch
-
-    count = torch.accelerator.device_count()
-    return [2**power for power in range(count.bit_length())]
+    return [1, 2, 4] if kind == "cpu" else [2**power for power in range(torch.accelerator.device_count().bit_length())]
 
 
 def calibrate(kind: str, counts: Sequence[int], seconds: float) -> DeviceFile:
@@ -69,118 +132,319 @@ def calibrate(kind: str, counts: Sequence[int], seconds: float) -> DeviceFile:
     Raises:
         RapidformerError: see :func:`main`.
     """
-    if kind != "cpu":
-        import torch
-
-        if max(counts) > (devices := torch.accelerator.device_count()):
-            raise ConfigError(f"{max(counts)} workers need as many devices, but there are {devices}", where="--workers")
-    rates: list[WorkerRates] = []
-    with progress("calibrate", len(counts)) as advance, tempfile.TemporaryDirectory(prefix="rf-") as folder:
+    if kind != "cpu" and max(counts) > (devices := torch.accelerator.device_count()):
+        raise ConfigError(f"{max(counts)} workers need as many devices, but there are {devices}", where="--workers")
+    with tempfile.TemporaryDirectory(prefix="rf-") as folder:
+        measured = []
         for count in sorted(counts):
-            launch.run_workers([sys.executable, "-m", WORKER, kind, str(seconds), folder], count)
-            files = [Path(folder, f"{rank}.json") for rank in range(count)]
-            measured: list[Measurements] = [read_measurements(file.read_text(encoding="utf-8")) for file in files]
-            first = measured[0]
-            sizes = first.memory_gb, first.compute_capability, first.multiprocessors
-            device = DeviceFile(kind, first.name, *sizes, rates=(fit_rates(measured),))
-            rates.append(with_factors(device, measured, Path(folder, "device.json")))
-            advance(f"{count} worker{'s' * (count > 1)}")
-    return replace(device, rates=tuple(rates))
-
-
-def with_factors(device: DeviceFile, measured: Sequence[Measurements], file: Path) -> WorkerRates:
-    """Return the rates of a device with the factors of steps that its workers have measured.
-
-    Args:
-        device: a device with the rates of these workers only.
-        file: a place to write it to.
-    """
-    from rapidformer_templates.commands.bench.reference_steps import fit_factors, predict_steps
-
-    (rates,) = device.rates
-    device.write(file)
-    precisions = {}
-    for name, narrow in rates.precisions.items():
-        slowest = {layout: max(each.steps[name][layout] for each in measured) for layout in measured[0].steps[name]}
-        computation, exchanges = fit_factors(predict_steps(file, device.device, name, rates.workers), slowest)
-        precisions[name] = replace(narrow, computation_factor=computation, exchange_factor=exchanges)
-    return replace(rates, precisions=precisions)
-
-
-def read_measurements(text: str) -> Measurements:
-    """Return the measurements that a worker wrote."""
-    from rapidformer_templates.commands.bench.calibrate_worker import Measurements
-
-    return Measurements(**json.loads(text))
-
-
-def fit_rates(measured: Sequence[Measurements]) -> WorkerRates:
-    """Return the rates of workers that measured at the same time. Their seconds are averaged."""
-    first = measured[0]
-
-    def mean(values: Sequence[Sequence[float]]) -> tuple[float, float]:
-        return values[0][0], statistics.mean(value[-1] for value in values)
-
-    precisions = {}
-    for name in first.products:
-        products = []
-        for of_workers in zip(*(each.products[name] for each in measured), strict=True):
-            rows, inner, columns, _ = of_workers[0]
-            product = Product(1, rows, inner, columns, 1, 0, 2 * rows * inner * columns)
-            products.append((tile_flops(product, first.multiprocessors), mean(of_workers)[1]))
-        delay, per_operation = fit_line(products)
-        attention = [mean(values) for values in zip(*(each.attention[name] for each in measured), strict=True)]
-        between = [mean(values) for values in zip(*(each.activations[name] for each in measured), strict=True)]
-        precisions[name] = PrecisionRates(
-            tflops=1 / per_operation / 1e12,
-            kernel_seconds=delay,
-            attention_tflops=1 / fit_line(attention)[1] / 1e12,
-            activation_bandwidth=1 / fit_line(between)[1] / GB,
-        )
-    exchanges = {}
-    for kind in first.exchanges:
-        sizes = [mean(values) for values in zip(*(each.exchanges[kind] for each in measured), strict=True)]
-        delay, per_byte = fit_line(sizes)
-        exchanges[kind] = ExchangeRate(delay, 1 / per_byte / GB)
-    copied, copy_seconds = mean([each.copy for each in measured])
-    updated, update_seconds = mean([each.update for each in measured])
-    to_host = [each.to_host for each in measured if each.to_host]
-    return WorkerRates(
-        workers=len(measured),
-        precisions=precisions,
-        memory_bandwidth=copied / copy_seconds / GB,
-        update_bandwidth=UPDATE_TRAFFIC * updated / update_seconds / GB,
-        launch_seconds=statistics.mean(each.launch_seconds for each in measured),
-        host_link=to_host[0][0] / mean(to_host)[1] / GB if to_host else None,
-        exchanges=exchanges,
-    )
+            print_lines(f"measuring with {count} worker{'s' * (count > 1)}")
+            file = str(Path(folder, f"{count}.json"))
+            launch.run_workers([sys.executable, "-m", __name__, kind, str(seconds), file], count)
+            measured.append(kinds.read_device_file(file))
+    return replace(measured[0], rates=tuple(rates for device in measured for rates in device.rates))
 
 
 def rates_table(device: DeviceFile) -> Table:
-    """Return a table of the rates, with a column for each number of workers."""
-    title = f"Rates of each worker on {device.name}"
-    table = Table("rate", *(f"{rates.workers} workers" for rates in device.rates), title=title, title_justify="left")
-
-    def add(name: str, values: Sequence[str]) -> None:
-        table.add_row(name, *values)
-
-    rates = device.rates
-    for name in rates[0].precisions:
-        narrow = [each.precisions[name] for each in rates]
-        add(
-            f"products in {name}",
-            [f"{each.kernel_seconds * 1e6:.0f} µs, {each.tflops:.3g} TFLOP/s" for each in narrow],
-        )
-        add(f"attention in {name}", [f"{each.attention_tflops:.3g} TFLOP/s" for each in narrow])
-        add(f"other operations in {name}", [f"{each.activation_bandwidth:.3g} GB/s" for each in narrow])
-        add(
-            f"real steps in {name}",
-            [f"computation × {each.computation_factor:.2f}, exchanges × {each.exchange_factor:.2f}" for each in narrow],
-        )
-    add("memory", [f"{each.memory_bandwidth:.3g} GB/s" for each in rates])
-    add("update", [f"{each.update_bandwidth:.3g} GB/s" for each in rates])
-    add("start of an operation", [f"{each.launch_seconds * 1e6:.1f} µs" for each in rates])
-    for kind in rates[-1].exchanges:
-        measured = [each.exchanges.get(kind) for each in rates]
-        add(kind, [f"{each.seconds * 1e6:.0f} µs, {each.gbs:.3g} GB/s" if each else "" for each in measured])
+    """Return a table of the rates by the names of the file, with a column for each number of workers."""
+    headings = [f"{rates.workers} workers" for rates in device.rates]
+    table = Table("rate", *headings, title=f"Rates of each worker on {device.name}", title_justify="left")
+    columns = [dict(_flat(asdict(rates))) for rates in device.rates]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(f"{column[name]:.3g}" if name in column else "" for column in columns))
     return table
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, "" if name in ("precisions", "exchanges") else f"{path}{name} ")
+        elif value is not None and name != "workers":
+            yield f"{path}{name}", value
+
+
+# Fits.
+
+
+def fit_parts(parts: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return the factors, at least 0, of two parts of measured seconds whose sum is closest to the measurements.
+
+    Args:
+        parts: both parts of each measurement, divided by the measured seconds. So the relative errors count.
+    """
+    matrix = np.array(list(parts))
+    scale = np.maximum(matrix.max(axis=0), 1e-300)  # columns of the same size have small rounding errors
+    matrix, ones = matrix / scale, np.ones(len(matrix))
+    both = np.linalg.lstsq(matrix, ones, rcond=None)[0]
+    if both.min() < 0:
+        alone = [np.linalg.lstsq(matrix * used, ones, rcond=None)[0] for used in ((1, 0), (0, 1))]
+        both = min(alone, key=lambda factors: float(((matrix @ factors - 1) ** 2).sum()))
+    return float(both[0] / scale[0]), float(both[1] / scale[1])
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the delay, at least 0, and the seconds per unit that fit pairs of an amount and its seconds."""
+    delay, per_unit = fit_parts((1 / seconds, amount / seconds) for amount, seconds in points)
+    if per_unit > 0:
+        return delay, per_unit
+    return fit_parts((0.0, amount / seconds) for amount, seconds in points)  # faster if it is larger: there is no delay
+
+
+def fit_factors(predicted: Mapping[str, Timing], measured: Mapping[str, float]) -> tuple[float, float]:
+    """Return the factors of computation and of exchanges with which predictions fit measured seconds, by layout."""
+    computation, exchanges = fit_parts(
+        ((timing.total - timing.communication) / measured[name], timing.communication / measured[name])
+        for name, timing in predicted.items()
+    )
+    return computation, exchanges if any(timing.communication for timing in predicted.values()) else 1.0
+
+
+# In a worker.
+
+
+class Stopwatch:
+    """Measures the mean seconds of an operation while all workers run it.
+
+    Args:
+        seconds: time of each measurement.
+    """
+
+    def __init__(self, workers: Workers, seconds: float) -> None:
+        self.workers, self._seconds = workers, seconds
+        self.sizes = "cpu" if workers.device.type == "cpu" else "gpu"
+
+    def time(self, run: Callable[[], object]) -> float:
+        """Return the mean seconds of ``run`` over all workers. All of them run it equally often."""
+        self._run(run, 2)
+        calls = max(2.0, self._seconds / self._run(run, 1))
+        return self.agree(self._run(run, int(self.agree(calls, dist.ReduceOp.MIN)))) / self.workers.world
+
+    def _run(self, run: Callable[[], object], calls: int) -> float:
+        """Return the mean seconds of ``calls`` calls."""
+        begin = time.perf_counter()
+        for _ in range(calls):
+            run()
+        accelerator.synchronize(self.workers.device)
+        return (time.perf_counter() - begin) / calls
+
+    def agree(self, value: float, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
+        """Combine a value of each worker."""
+        if self.workers.world == 1:
+            return value
+        shared = torch.tensor(value, device=self.workers.device)
+        dist.all_reduce(shared, how)
+        return float(shared)
+
+
+def precisions_of(device: torch.device) -> list[str]:
+    """Return the precisions that a device computes well."""
+    if device.type == "cpu":
+        return ["fp32", "bf16"]
+    is_older = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return ["fp32", "fp16"] if is_older else ["fp32", "bf16", "fp16"]
+
+
+def measure(watch: Stopwatch) -> DeviceFile:
+    """Measure the rates of these workers."""
+    workers, device, sizes = watch.workers, watch.workers.device, watch.sizes
+    large = torch.zeros(SIZES[sizes][-1], dtype=torch.uint8, device=device)
+    other, host_link = torch.empty_like(large), None
+    if device.type == "cpu":
+        facts = DeviceFile("cpu", processor(), round(host_bytes() / 1e9, 1), None, 0, ())
+    else:
+        module = torch.get_device_module(device)
+        properties, name = module.get_device_properties(device), module.get_device_name(device)
+        facts = DeviceFile(device.type, name, round(properties.total_memory / 1e9, 1), None, 0, ())
+        if device.type == "cuda" and torch.version.hip is None:
+            capability, count = torch.cuda.get_device_capability(device), properties.multi_processor_count
+            facts = replace(facts, compute_capability=capability, multiprocessors=count)
+        host = torch.empty(large.shape, dtype=large.dtype, pin_memory=True)
+        host_link = large.nbytes / watch.time(lambda: host.copy_(large, non_blocking=True)) / GB
+    rates = WorkerRates(
+        workers=workers.world,
+        precisions={name: _precision_rates(watch, name, facts.multiprocessors) for name in precisions_of(device)},
+        memory_bandwidth=2 * large.nbytes / watch.time(lambda: other.copy_(large)) / GB,
+        update_bandwidth=_update_bandwidth(watch),
+        launch_seconds=_launch_seconds(watch),
+        host_link=host_link,
+        exchanges={kind: _exchange_rate(watch, kind) for kind in kinds.EXCHANGES} if workers.world > 1 else {},
+    )
+    return replace(facts, rates=(rates,))
+
+
+def _precision_rates(watch: Stopwatch, name: str, multiprocessors: int) -> PrecisionRates:
+    dtype, products, attention, between = DTYPES[name], [], [], []
+    for rows, inner, columns in PRODUCTS[watch.sizes]:
+        product = Product(1, rows, inner, columns, 1, 0, 2 * rows * inner * columns)
+        seconds = _in_turn(watch, torch.matmul, ((rows, inner), (inner, columns)), dtype, trained=False)
+        products.append((tile_flops(product, multiprocessors), seconds))
+    for shape in ATTENTION[watch.sizes]:
+        samples, heads, tokens, width = shape
+        # 4 operations per score and element in the forward, 10 in the backward. The causal mask halves them.
+        operations = 7.0 * samples * heads * tokens**2 * width
+        attention.append((operations, _in_turn(watch, _attend, (shape, shape, shape), dtype, trained=True)))
+    for tokens, hidden in HIDDEN[watch.sizes]:
+        run = partial(_between, [nn.LayerNorm(hidden, device=watch.workers.device) for _ in range(2)])
+        moved = float(BETWEEN * 3 * tokens * hidden * dtype.itemsize)
+        between.append((moved, _in_turn(watch, run, ((tokens, hidden), (tokens, 4 * hidden)), dtype, trained=True)))
+    delay, per_operation = fit_line(products)
+    attention_tflops, bandwidth = 1 / fit_line(attention)[1] / 1e12, 1 / fit_line(between)[1] / GB
+    return PrecisionRates(1 / per_operation / 1e12, delay, attention_tflops, bandwidth)
+
+
+def _in_turn(
+    watch: Stopwatch, run: Callable[..., object], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, trained: bool
+) -> float:
+    """Return the seconds of ``run`` with random tensors of these shapes, which takes other tensors each time."""
+    make = partial(torch.randn, device=watch.workers.device, dtype=dtype, requires_grad=trained)
+    count = math.ceil(OPERAND_BYTES / (sum(math.prod(shape) for shape in shapes) * dtype.itemsize))
+    operands = itertools.cycle([[make(shape) for shape in shapes] for _ in range(count)])
+    return watch.time(lambda: run(*next(operands)))
+
+
+BETWEEN = 18
+"""Hidden states that the products of a block read and write in the forward. The backward moves twice as many.
+
+The products of queries, keys and values move 1 + 3, the output of attention 1 + 1, and the MLP 1 + 4 and 4 + 1. The
+attention kernel moves 2.
+"""
+
+
+def _between(norms: Sequence[nn.Module], states: torch.Tensor, wide: torch.Tensor) -> None:
+    """Run the operations of a block between its products: norms, sums, dropout and an activation."""
+    first = states
+    for norm in norms:
+        with torch.autocast(states.device.type, states.dtype, enabled=states.dtype != torch.float32):
+            first = first + functional.dropout(norm(first).to(states.dtype), 0.1)
+    (first.sum() + functional.gelu(wide, approximate="tanh").sum()).backward()
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+
+
+def _update_bandwidth(watch: Stopwatch) -> float:
+    """Return the GB/s of clipping and AdamW, for the bytes that the planner assumes."""
+    count, elements = PARAMETERS[watch.sizes]
+    parameters = [nn.Parameter(torch.zeros(elements, device=watch.workers.device)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(parameters)
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return UPDATE_TRAFFIC * count * elements / watch.time(update) / GB
+
+
+def _launch_seconds(watch: Stopwatch) -> float:
+    """Return the seconds of an operation on a tensor of one element, with its backward."""
+    one, chain = torch.zeros(1, device=watch.workers.device, requires_grad=True), 32
+
+    def launches() -> None:
+        value = one
+        for _ in range(chain):
+            value = value + one
+        value.backward()
+
+    return watch.time(launches) / (2 * chain)
+
+
+def _exchange_rate(watch: Stopwatch, kind: str) -> ExchangeRate:
+    device, world = watch.workers.device, watch.workers.world
+    points = []
+    for size in SIZES[watch.sizes]:
+        elements = size // 4 // world * world
+        whole, share = torch.zeros(elements, device=device), torch.zeros(elements // world, device=device)
+        other = torch.zeros_like(whole)
+        run: dict[str, Callable[[], object]] = {
+            kinds.ALL_REDUCE: partial(dist.all_reduce, whole),
+            kinds.ALL_GATHER: partial(all_gather, whole, share),
+            kinds.REDUCE_SCATTER: partial(reduce_scatter, share, whole),
+            kinds.ALL_TO_ALL: partial(dist.all_to_all_single, other, whole),
+            kinds.SEND: partial(_pass_on, whole, other, watch.workers),
+        }
+        sent = {kinds.ALL_REDUCE: 2 * (world - 1) / world, kinds.SEND: 1.0}.get(kind, (world - 1) / world)
+        points.append((sent * whole.nbytes, watch.time(run[kind])))
+    delay, per_byte = fit_line(points)
+    return ExchangeRate(delay, 1 / per_byte / GB)
+
+
+def _pass_on(tensor: torch.Tensor, received: torch.Tensor, workers: Workers) -> None:
+    """Send a tensor to the next worker and receive one from the previous worker."""
+    rank, world = workers.rank, workers.world
+    sending = dist.P2POp(dist.isend, tensor, (rank + 1) % world)
+    for work in dist.batch_isend_irecv([sending, dist.P2POp(dist.irecv, received, (rank - 1) % world)]):
+        work.wait()
+
+
+# The steps of the reference model.
+
+
+def reference_flags(device: str, precision: str, workers: int) -> dict[str, list[str]]:
+    """Return the flags of each layout in which the reference model is trained, by the layout's name."""
+    model, together = REFERENCE["cpu" if device == "cpu" else "gpu"], math.gcd(workers, LARGEST_GROUP)
+    own = f"--device {device} --micro-batch-size {model.micro_batch} --train-iters {WARMUP + STEPS} --lr 1e-4 --no-save"
+    own += f" --mixed-precision {precision}" if precision != "fp32" else ""
+    layouts = {"replicas": ("", workers)}
+    if workers > 1:
+        layouts |= {
+            "fsdp": ("--fsdp-memory-optimization", workers),
+            "tensor": (f"--tensor-model-parallel-size {together}", workers // together),
+            "pipeline": (f"--pipeline-model-parallel-size {together}", workers // together),
+        }
+    return {
+        name: f"{own} {flags} --global-batch-size {2 * model.micro_batch * replicas}".split()
+        for name, (flags, replicas) in layouts.items()
+    }
+
+
+def train(watch: Stopwatch, words: Sequence[str]) -> float:
+    """Train the reference model and return the median seconds of a step of the slowest worker."""
+    device, ends = watch.workers.device, list[float]()
+
+    class Timed(REFERENCE[watch.sizes].job(samples=64)):  # type: ignore[misc]
+        def on_step_end(self, step: int, result: StepResult) -> None:
+            accelerator.synchronize(device)
+            ends.append(time.perf_counter())
+
+    shown = io.StringIO()  # what a run prints is not part of the calibration
+    with redirect_stdout(shown), redirect_stderr(shown):
+        Timed(words).fit()
+    median = statistics.median(b - a for a, b in zip(ends[WARMUP - 1 :], ends[WARMUP:], strict=False))
+    return watch.agree(median, dist.ReduceOp.MAX)
+
+
+def predict_steps(file: str, device: str, precision: str, workers: int) -> dict[str, Timing]:
+    """Return what the planner predicts for a step of each layout, with the rates of a device file."""
+    model, timings = REFERENCE["cpu" if device == "cpu" else "gpu"], {}
+    for name, words in reference_flags(device, precision, workers).items():
+        config = REGISTRY.complete(parse(words, REGISTRY.options()))
+        machine = replace(detect("Trainer", "calibrate", device=device, world_size=workers), device_file=file)
+        plan = resolve(config, machine)
+        subject = Subject(config, plan, gpu=device != "cpu", source=model)
+        search = Search(config, machine, subject, find_hardware(machine, precision))
+        timings[name] = search.predict(layout_of(plan), memory_options_of(plan, subject.shapes.width)).timing
+    return timings
+
+
+def work(kind: str, seconds: float, file: Path) -> None:
+    """Measure as one of the workers. Rank 0 writes a device file with the rates of these workers."""
+    with join(kind) as workers:
+        watch = Stopwatch(workers, seconds)
+        device = measure(watch)
+        steps = {
+            name: {layout: train(watch, words) for layout, words in reference_flags(kind, name, workers.world).items()}
+            for name in device.rates[0].precisions
+        }
+    if workers.is_main:
+        device.write(file)  # with factors of 1
+        (rates,), factored = device.rates, {}
+        for name, own in rates.precisions.items():
+            factors = fit_factors(predict_steps(str(file), kind, name, rates.workers), steps[name])
+            factored[name] = replace(own, computation_factor=factors[0], exchange_factor=factors[1])
+        replace(device, rates=(replace(rates, precisions=factored),)).write(file)
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], float(sys.argv[2]), Path(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""The output of every benchmark: a printed table, files with JSON and a picture, and a progress bar."""
+"""The output of every benchmark: a printed table, and files with JSON and a picture."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import json
 import os
 import platform
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rapidformer_templates.planning.environment import versions_of
 from rapidformer_templates.system.terminal import console
@@ -22,20 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PACKAGES = (
-    "rapidformer_templates",
-    "torch",
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "fairscale",
-    "lightning-fabric",
+    "rapidformer_templates", "torch", "transformers", "accelerate", "deepspeed", "fairscale", "lightning-fabric",
     "numpy",
-)
+)  # fmt: skip
 """Packages on which a measurement may depend."""
-
-
-def machine() -> dict[str, str | int | None]:
-    return {"system": platform.system(), "processor": processor(), "cores": os.cpu_count()}
 
 
 def processor() -> str:
@@ -52,10 +40,12 @@ def spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def in_short(why: str) -> str:
-    """Return the line of an error text that says what is wrong. The JSON has the whole text."""
-    lines = why.splitlines()
-    return next((line for line in lines if line.startswith("error")), lines[-1])
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that :func:`put_out` reads."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
+    )
 
 
 def put_out(
@@ -63,7 +53,7 @@ def put_out(
     name: str,
     result: Mapping[str, object],
     table: RenderableType,
-    notes: list[str],
+    notes: Sequence[str] = (),
     draw: Callable[[Axes], None] | None = None,
 ) -> None:
     """Print the table and the notes, and write the requested files.
@@ -78,11 +68,9 @@ def put_out(
     console(piped_width=120).print(table)
     for note in notes:
         print(note)
-    document = {"benchmark": name, "machine": machine(), "versions": versions_of(PACKAGES), **result, "notes": notes}
-    files = [options.json] if options.json else []
-    if options.output:
-        files.append(options.output / f"{name}.json")
-    for file in files:
+    machine = {"system": platform.system(), "processor": processor(), "cores": os.cpu_count()}
+    document = {"benchmark": name, "machine": machine, "versions": versions_of(PACKAGES), **result, "notes": [*notes]}
+    for file in filter(None, [options.json, options.output and options.output / f"{name}.json"]):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if options.output and draw:
@@ -91,33 +79,3 @@ def put_out(
         figure = Figure(figsize=(8, 4), layout="constrained")
         draw(figure.subplots())
         figure.savefig(options.output / f"{name}.png", dpi=120)
-
-
-Advance = Callable[[str], None]
-"""Reports that one more part is done. Its argument is the text next to the bar."""
-
-
-@contextmanager
-def progress(title: str, parts: int) -> Iterator[Advance]:
-    """Show a progress bar on standard error, if that is a terminal.
-
-    The bar is drawn only when it advances. A thread that redraws it would disturb the measurement.
-    """
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(on_stderr=True), auto_refresh=False) as bar:
-        task = bar.add_task(title, total=parts, text="")
-
-        def advance(text: str) -> None:
-            bar.update(task, advance=1, text=text, refresh=True)
-
-        yield advance

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeVar
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.system.files import JSON_ERRORS, write_json
@@ -23,6 +23,9 @@ EXCHANGES = ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send",
 )  # fmt: skip
 """Kinds of exchanges that are measured. ``send`` is one tensor to the next worker."""
+
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class PrecisionRates:
     exchange_factor: float = 1.0
 
 
-MAY_BE_ZERO = ("kernel_seconds", "exchange_factor")
-"""Rates of a precision that can be 0."""
+MAY_BE_ZERO = ("seconds", "kernel_seconds", "exchange_factor", "multiprocessors")
+"""Values that can be 0."""
 
 
 @dataclass(frozen=True)
@@ -132,65 +135,52 @@ def read_device_file(file: str) -> DeviceFile:
         raise ConfigError(f"cannot use {file}: {reason}", where="--device-file", hint=hint) from None
 
 
-def _device_of(document: Mapping[str, object]) -> DeviceFile:
-    capability = document["compute_capability"]
+def _device_of(document: Mapping[str, Any]) -> DeviceFile:
+    capability, measured, device = (document[name] for name in ("compute_capability", "rates", "device"))
     if capability is not None and not (
         isinstance(capability, list) and [type(part) for part in capability] == [int] * 2
     ):
         raise ValueError(f"'compute_capability' is {capability}")
-    measured = document["rates"]
     if not isinstance(measured, list) or not measured:
         raise ValueError("'rates' is not a list with measurements")
-    if not isinstance(device := document["device"], str):
+    if not isinstance(device, str):
         raise ValueError(f"'device' is {device}")
     return DeviceFile(
+        **_numbers(document, DeviceFile),
         device=device,
         name=str(document["name"]),
-        memory_gb=_number(document, "memory_gb"),
         compute_capability=(capability[0], capability[1]) if capability else None,
-        multiprocessors=int(_number(document, "multiprocessors", may_be_zero=True)),
-        rates=tuple(_rates_of(record) for record in measured),
+        rates=tuple(
+            WorkerRates(
+                **_numbers(record, WorkerRates),
+                precisions=_by_name(record, "precisions", PRECISIONS, PrecisionRates),
+                exchanges=_by_name(record, "exchanges", EXCHANGES, ExchangeRate),
+            )
+            for record in measured
+        ),
     )
 
 
-def _rates_of(record: Mapping[str, object]) -> WorkerRates:
-    exchanges = {
-        kind: ExchangeRate(_number(rates, "seconds", may_be_zero=True), _number(rates, "gbs"))
-        for kind, rates in _mapping(record, "exchanges", EXCHANGES).items()
-    }
-    names = [field.name for field in fields(PrecisionRates)]
-    precisions = {
-        name: PrecisionRates(*(_number(rates, key, may_be_zero=key in MAY_BE_ZERO) for key in names))
-        for name, rates in _mapping(record, "precisions", PRECISIONS).items()
-    }
-    return WorkerRates(
-        workers=int(_number(record, "workers")),
-        precisions=precisions,
-        memory_bandwidth=_number(record, "memory_bandwidth"),
-        update_bandwidth=_number(record, "update_bandwidth"),
-        launch_seconds=_number(record, "launch_seconds"),
-        host_link=None if record["host_link"] is None else _number(record, "host_link"),
-        exchanges=exchanges,
-    )
-
-
-def _mapping(record: Mapping[str, object], name: str, known: tuple[str, ...]) -> Mapping[str, Mapping[str, object]]:
+def _by_name(record: Mapping[str, Any], name: str, known: tuple[str, ...], kind: type[Record]) -> Mapping[str, Record]:
     value = record[name]
-    if not _is_nested(value):
+    if not isinstance(value, dict) or not all(isinstance(each, dict) for each in value.values()):
         raise ValueError(f"'{name}' is not a mapping of mappings")
     if unknown := value.keys() - set(known):
         raise ValueError(f"'{name}' has '{min(unknown)}', which is not one of {', '.join(known)}")
-    return value
+    return {key: kind(**_numbers(rates, kind)) for key, rates in value.items()}
 
 
-def _is_nested(value: object) -> TypeGuard[Mapping[str, Mapping[str, object]]]:
-    return isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
-
-
-def _number(record: Mapping[str, object], name: str, *, may_be_zero: bool = False) -> float:
-    value = record[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"'{name}' is {value}, not a number")
-    if value < 0 or (value == 0 and not may_be_zero):
-        raise ValueError(f"'{name}' is {value}, not a positive number")
-    return value
+def _numbers(record: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return the fields of a record that are numbers."""
+    numbers = {}
+    for name, expected in ((each.name, each.type) for each in fields(kind)):
+        if expected not in ("int", "float", "float | None"):
+            continue
+        value = record[name]
+        if value is not None or expected != "float | None":
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"'{name}' is {value}, not a number")
+            if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+                raise ValueError(f"'{name}' is {value}, not a positive number")
+        numbers[name] = int(value) if expected == "int" else value
+    return numbers

@@ -1,7 +1,7 @@
-"""The runs that ``benchmarks faults`` kills: a small GPT with dropout that reads the bytes of Python's own sources.
+"""Runs that ``faults`` and ``fault-table`` kill or break: a small GPT with dropout that reads the source of argparse.
 
-:func:`live` is the life of one process of such a run. The process is forked from one that has imported this module, so
-this module imports everything that is slow to import.
+The processes of a run are forked from one that has imported this module, so a run starts in a second. A run with
+several workers starts with the launcher, from which its workers are forked. All else is as in ``--nproc-per-node``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,20 @@ import argparse
 import ctypes
 import inspect
 import json
+import multiprocessing
 import os
+import re
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401  (a finished run draws its curves)
@@ -24,11 +31,14 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.run import main as torchrun
 from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from benchmarks.models import callbacks, gpt2, trainer_arguments
 from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint import tensor_file
@@ -74,17 +84,6 @@ class Marks(ctypes.Structure):
 
 Outcome = dict[str, list[Any]]
 """Parts that are the same in two equal runs: lines of metrics, and contents of files."""
-
-
-def live(trainee: Trainee, folder: str, marks: Marks) -> None:
-    """Start the run in ``folder``, or resume it, and end the process when the run is complete.
-
-    Args:
-        folder: Folder of the run. The output of the process is appended to ``FOLDER.log``.
-        marks: Set to what the process is doing.
-    """
-    prepare(folder)
-    trainee.live(Path(folder), marks)
 
 
 def prepare(folder: str) -> None:
@@ -260,4 +259,145 @@ def _contents(path: Path) -> list[tuple[str, Any]]:
 
 
 Trainee = Ours | TransformersTrainer
-TRAINEES: dict[str, Trainee] = {"ours": Ours(), "transformers": TransformersTrainer()}
+
+ENGINES = {
+    "ddp": "",
+    "fsdp": "--fsdp-memory-optimization",
+    "zero-2": "--zero-2-memory-optimization",
+    "zero-3": "--zero-3-memory-optimization",
+    "tensor-pipeline": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    f" --global-batch-size {2 * BATCH}",
+}
+"""The flags of each engine."""
+
+PRELOADED = (
+    __name__,
+    "deepspeed",
+    "rapidformer_templates.run.fit",
+    "rapidformer_templates.switches.fsdp.engine",
+    "rapidformer_templates.switches.layout.pipeline_engine",
+    "rapidformer_templates.switches.zero.engine",
+)
+"""Modules that take seconds to import."""
+
+LONGEST_END = 60.0
+"""Seconds after a kill in which all processes must end. Others are killed, and reported as leftovers."""
+
+
+def start(trainee: Trainee, run: Path, workers: int) -> tuple[Any, Any]:
+    """Start or resume a run. Returns its first process, and the marks of its workers."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    marks: Any = context.RawArray(Marks, workers)
+    process = context.Process(target=launch, args=(trainee, str(run), marks))
+    process.start()
+    return process, marks
+
+
+def processes_of(run: Path) -> list[int]:
+    """Return the ids of the processes that write to the log of a run. A zombie has no files."""
+    found = []
+    for output in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            if os.readlink(output) == f"{run}.log":
+                found.append(int(output.parts[2]))
+        except OSError:  # it has ended, or belongs to another user
+            continue
+    return found
+
+
+def wait_for_end(run: Path) -> int:
+    """Wait until all processes of a run have ended. Returns the number of those that had to be killed."""
+    deadline = time.monotonic() + LONGEST_END
+    while (remaining := processes_of(run)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in remaining:
+        os.kill(pid, signal.SIGKILL)
+    return len(remaining)
+
+
+def launch(trainee: Trainee, folder: str, marks: Sequence[Marks]) -> None:
+    """Run the launcher in this process: ours or torchrun. Its ``subprocess.Popen`` forks the workers.
+
+    A run of one worker is this process itself.
+    """
+    prepare(folder)
+    if len(marks) == 1:
+        marks[0].pid = os.getpid()
+        trainee.live(Path(folder), marks[0])
+        return
+
+    class ForkedWorker(subprocess.Popen[bytes]):
+        def _execute_child(self, *arguments: Any) -> None:
+            environment: Mapping[str, str] = arguments[6] or {}
+            if "RANK" not in environment or "RANK" in os.environ:  # another program, or started by a worker
+                super()._execute_child(*arguments)  # type: ignore[misc]
+                return
+            self._child_created, self.pid = True, os.fork()
+            if self.pid == 0:
+                _work(trainee, folder, marks[int(environment["RANK"])], environment)
+
+    sys.modules["__main__"] = sys.modules[__name__]  # a program that workers could run again
+    for module in (subprocess, subprocess_handler):
+        vars(module)["Popen"] = ForkedWorker
+    if isinstance(trainee, Ours):
+        try:
+            trainee.live(Path(folder), Marks())
+        except RapidformerError as error:  # as a script's main() does
+            print(error.render(), file=sys.stderr)
+            sys.exit(error.exit_status)
+    else:
+        torchrun(["--standalone", "--nproc-per-node", str(len(marks)), "script"])
+
+
+def _work(trainee: Trainee, folder: str, marks: Marks, environment: Mapping[str, str]) -> NoReturn:
+    """Run one worker in this process, which has none of the launcher's files, signal handlers and variables."""
+    status = 1
+    try:
+        os.setsid()
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(environment)
+        marks.pid = os.getpid()
+        trainee.live(Path(folder), marks)
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+# The results of a run.
+
+
+def files_of(run: Path) -> set[str]:
+    """Return the names in the folder of a run and in its temporary folder, without finished checkpoints."""
+    names = [f"/{path.relative_to(run)}" for path in run.rglob("*")]
+    names += [f".tmp/{path.name}" for path in Path(f"{run}.tmp").iterdir()]
+    return {name for name in names if not re.search(r"/(step|checkpoint)-\d+(/|$)", name)}
+
+
+def last_words(run: Path) -> str:
+    """Return the last line of the run's log, without the path of its folder."""
+    lines = Path(f"{run}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].replace(f"{run}/", "") if lines else "no output"
+
+
+def difference(expected: Outcome, actual: Outcome) -> str | None:
+    """Describe the first difference between two outcomes."""
+    for part, value in expected.items():
+        other = actual.get(part, [])
+        if len(value) != len(other):
+            return f"{part} has {len(other)} entries instead of {len(value)}"
+        for number, (wanted, found) in enumerate(zip(value, other, strict=True), start=1):
+            if wanted != found:
+                words = f"{found} instead of {wanted}" if isinstance(wanted, dict) else wanted[0]
+                return f"{part}, entry {number}: {words}"
+    return None

@@ -1,15 +1,17 @@
-"""Loops that take turns."""
+"""Loops that take turns, and functions in new processes."""
 
 from __future__ import annotations
 
 import itertools
 import os
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from benchmarks.turns import Ended, Loop, StepDone
+from benchmarks.workers import Ended, Loop, StepDone, run_in_workers
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.system.workers import join
 
 
 def _counting(log: list[tuple[str, int]], name: str) -> Loop:
@@ -69,24 +71,23 @@ def test_an_error_in_a_loop_is_raised_by_its_turn() -> None:
 def _three_steps(step_done: StepDone, result: str) -> str:
     step_done.begin()
     for _ in range(3):
-        assert not step_done.is_last
         step_done()
     return result
 
 
-@pytest.mark.parametrize("process", [False, True])
-def test_a_loop_that_ends_tells_its_result(process: bool) -> None:
-    loop = Loop(_three_steps, "all", process=process)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_that_ends_tells_its_result(workers: int) -> None:
+    loop = Loop(_three_steps, "all", workers=workers)
     assert loop.advance(99) == 0.0  # time before the start does not count
     with pytest.raises(Ended, match="ended early") as raised:
         loop.advance(99)
-    assert raised.value.result == "all"
+    assert raised.value.results == ["all"]
     loop.close()
 
 
 def test_a_loop_can_be_let_to_its_end() -> None:
     loop = Loop(_three_steps, "all")
-    assert loop.finish() == "all"
+    assert loop.finish() == ["all"]
     loop.close()
 
 
@@ -95,10 +96,40 @@ def _dies(step_done: StepDone) -> None:
 
 
 def test_a_process_that_dies_is_an_error() -> None:
-    loop = Loop(_dies, process=True)
+    loop = Loop(_dies, workers=1)
     with pytest.raises(RapidformerError, match="the loop's process ended"):
         loop.advance(1)
     loop.close()
+
+
+def _averages(step_done: StepDone) -> float:
+    with join("cpu") as workers:
+        step_done.begin()
+        for step in range(3):
+            step_done(loss=workers.rank + step)
+        return float(workers.sum(workers.rank + 1.0)[0])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_workers_of_one_loop_know_each_other() -> None:
+    with closing(Loop(_averages, workers=2)) as loop:
+        assert loop.advance(1) == 0.0  # the setup
+        assert loop.advance(2) > 0
+        assert loop.loss == 1.5  # of the second step: the mean of 1 and 2
+        assert loop.finish() == [3.0, 3.0]
+
+
+def _fails(rank: str) -> str:
+    if os.environ.get("RANK") == rank:
+        raise RapidformerError("this one is broken")
+    return rank
+
+
+def test_functions_run_in_new_processes_and_the_first_error_is_raised() -> None:
+    assert run_in_workers(_fails, "7") == ["7"]
+    with pytest.raises(RapidformerError, match="this one is broken"):
+        run_in_workers(_fails, "1", workers=2)
 
 
 class _Line:
@@ -107,8 +138,8 @@ class _Line:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def send(self, seconds: float) -> None:
-        self.told = seconds
+    def send(self, told: tuple[float, float]) -> None:
+        self.told = told[0]
 
     def recv(self) -> int:
         self.now += 100

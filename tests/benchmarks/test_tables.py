@@ -1,0 +1,122 @@
+"""The published tables as data, and the command that measures them. The tests never check how long anything took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.__main__ import main
+from benchmarks.loops import LOOPS
+from benchmarks.tables import TABLES, exclude_other_losses, job_of, why_absent
+from rapidformer_templates.commands.bench.models import cpu_is_fast_at_bf16
+from rapidformer_templates.planning.flag_parser import parse
+from rapidformer_templates.planning.registry import switch_options
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_flags_and_peers_exist(name: str) -> None:
+    for solution in TABLES[name].solutions.values():
+        parse(solution.flags.format(folder="/tmp").split(), switch_options())
+        assert set(solution.peers) <= LOOPS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("partitioning", 1_313_722_368), ("parallel", 1_313_722_368), ("mixed-precision", 110_106_428)]
+)
+def test_the_published_models_have_their_parameters(name: str, count: int) -> None:
+    assert sum(p.numel() for p in tables._parameters(TABLES[name].models["paper"])) == count
+
+
+def test_layouts_keep_the_global_batch_whatever_divides_the_model() -> None:
+    of = TABLES["parallel"]
+    for name, solution in of.solutions.items():
+        job = job_of(of, "small", name, "cpu", 4, 1)
+        assert (job.global_batch, job.copies) == (4, 4 // solution.divides)
+        assert why_absent(of, name, job, everything=False) is None
+    fewer = job_of(of, "small", "tp 2 × pp 2", "cpu", 2, 1)
+    assert why_absent(of, "tp 2 × pp 2", fewer, everything=False) == (
+        "one copy of the model needs 4 workers, but there are 2"
+    )
+
+
+def test_a_cpu_leaves_out_what_it_is_slow_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = TABLES["mfu"]
+    for name, reason in (("eager", ""), ("compiled", "--all")):
+        job = job_of(of, "tiny", name, "cpu", 1, 1)
+        assert reason in (why_absent(of, name, job, everything=False) or "")
+    monkeypatch.setattr(tables, "cpu_is_fast_at_bf16", lambda: False)
+    job = job_of(TABLES["graph"], "tiny", "mixed", "cpu", 1, 1)
+    assert job.precision == "bf16"
+    assert "bf16" in str(why_absent(TABLES["graph"], "mixed", job, everything=False))
+
+
+def test_who_computes_another_loss_is_found_out() -> None:
+    rows = [{"name": name, "loss": loss, "precision": "fp32"} for name, loss in (("a", 4.0), ("b", 4.0), ("c", 4.1))]
+    rows.append({"name": "d", "loss": 4.05, "precision": "bf16"})
+    exclude_other_losses(rows)
+    assert [row.get("absent") for row in rows] == [
+        None, None, "its loss is 4.1000, and that of the others 4.0000: different work", None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("partitioning --scale paper --device cpu", "4 workers with a GPU each, but there are 0 GPUs"),
+        ("partitioning --solutions none,zero-4", "there is no solution zero-4"),
+        ("parallel --scale huge", "parallel has no scale huge"),
+    ],
+)
+def test_mistakes_are_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def _measured(folder: Path, words: str) -> dict[str, dict[str, object]]:
+    own = f"--scale tiny --device cpu --rounds 2 --output {folder}"
+    assert main([*words.split(), *own.split()]) == 0
+    (file,) = folder.glob("*.json")
+    assert file.with_suffix(".png").stat().st_size > 0
+    result = json.loads(file.read_text())
+    assert result["failed"] == []
+    rows = {row["name"]: row for row in result["solutions"]}
+    for row in rows.values():
+        assert row["samples_per_second"] > 0
+        assert len(row["seconds"]) == 2
+        assert row["peak_mb"] >= row["setup_mb"] >= row["before_mb"] > 100  # torch alone takes as much
+    return rows
+
+
+@pytest.mark.longer
+@pytest.mark.distributed
+def test_a_solution_of_two_workers_is_compared_with_its_peer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = _measured(tmp_path, "partitioning --solutions none,fsdp")
+    assert list(rows) == ["none", "accelerate DDP", "fsdp", "torch fully_shard"]
+    assert rows["none"]["loss"] == pytest.approx(rows["accelerate DDP"]["loss"], rel=1e-5)
+    assert rows["fsdp"]["held"][0]["parameter_bytes"] < rows["none"]["held"][0]["parameter_bytes"]
+    shown = capsys.readouterr().out
+    assert "× accelerate DDP; goal 1.0 ×" in shown
+    assert "4.00 / 4.00 / 8.00" in shown.replace("\n", "") or "held" in shown
+
+
+@pytest.mark.longer
+def test_utilisation_is_measured_beside_its_peers(tmp_path: Path) -> None:
+    rows = _measured(tmp_path, "mfu --solutions eager")
+    assert list(rows) == ["eager", *TABLES["mfu"].solutions["eager"].peers]
+    assert all(0 < row["utilisation"] < 2 for row in rows.values())
+    losses = [row["loss"] for row in rows.values()]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-3 if cpu_is_fast_at_bf16() else 1e-5)
+
+
+@pytest.mark.longer
+def test_all_solutions_of_a_graph_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxruntime", reason="needs ONNX Runtime: pip install 'rapidformer_templates[onnx-runtime]'")
+    rows = _measured(tmp_path, "graph --solutions fp32,ORT")
+    assert rows["ORT"]["loss"] == pytest.approx(rows["fp32"]["loss"], rel=1e-5)
+    assert rows["fp32"]["ratio"] == 1
+    assert "614.70" not in capsys.readouterr().out  # of a solution that was not asked for
