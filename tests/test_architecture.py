@@ -256,33 +256,6 @@ def _terms_in(name: str) -> list[tuple[str, ...]]:
     return terms
 
 
-PARTICIPLES = {
-    "answered", "asked", "beside", "counted", "found", "given", "held", "here", "kept", "looked", "made", "mine",
-    "ours", "taken", "theirs", "there", "told", "waited", "wanted",
-}  # fmt: skip
-"""Words that say what happened to a value. A name says what it is: ``options``, not ``asked``."""
-PARTICIPLES_OF_INTERFACES = {("errors.py", "asked"), ("planning/switch.py", "asked")}
-"""Names that other packages' switches use."""
-
-
-def _bound_names(path: Path) -> Iterator[str]:
-    """Yield the names that a module binds: functions, parameters, attributes and variables."""
-    for node in _nodes(path):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-
-
-def test_names_say_what_a_value_is() -> None:
-    uses = {(str(path.relative_to(SOURCE)), name) for path in MODULES for name in _bound_names(path)}
-    assert {use for use in uses if use[1] in PARTICIPLES} == PARTICIPLES_OF_INTERFACES
-
-
 ATTRIBUTES_OF_OTHERS = {
     "transformers": "chat_template config loss_type name_or_path pad_token _is_hf_initialized nf use_cache",
     "configurations": "architectures auto_mapping base_model_name_or_path inference_mode num_hidden_layers "

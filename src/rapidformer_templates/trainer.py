@@ -382,10 +382,7 @@ class Trainer:
         if trained is not None and (hasattr(trained, "engine") or trained.built is not None):
             model = trained.model if hasattr(trained, "engine") else trained.built
         if model is None:
-            raise NoModel(
-                f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one",
-                hint="build_optimizer() returns a recipe instead: OptimizerSpec(torch.optim.AdamW, {'lr': …})",
-            )
+            raise NoModel(f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one")
         return model
 
     @model.setter

@@ -283,7 +283,7 @@ def data_readers(folder: Path, tokenizers: Mapping[str, Path]) -> Iterator[tuple
     table = (folder / "rows.parquet").read_bytes()
     tables = {
         "train.jsonl": lines, "train.json": in_json(ROWS), "train.csv": delimited, "train.parquet": table,
-        "train.tsv": delimited.replace(b",", b"\t"),
+        "train.tsv": delimited.replace(b"\t", b" ").replace(b'",', b'"\t').replace(b"text,", b"text\t"),
     }  # fmt: skip
     for name, content in tables.items():
         yield name, Rotten({name: content}, name, read_table, 2)

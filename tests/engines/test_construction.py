@@ -62,13 +62,12 @@ class Unusual(nn.Module):
         self.copied = copy.deepcopy(self.layers[1])
         self.tied = nn.Linear(48, 48, bias=False)
         self.tied.weight = self.copied.weight
-        self.row = nn.Parameter(self.large.detach()[0])  # a part of another parameter's storage
         self.register_buffer("total", self.large.sum())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for layer in (*self.layers, self.copied, self.tied):
             inputs = torch.tanh(layer(inputs))
-        return (inputs @ self.large[1] @ self.row).sum()
+        return (inputs @ self.large[1] @ self.large[0]).sum()
 
 
 def _gpt2() -> nn.Module:

@@ -13,7 +13,15 @@ from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.step import Step
 
 CONTRACT: dict[type, set[str]] = {
-    SingleEngine: {"setup", "raise_pending_errors", "_grad_norm", "keep_average", "averaged"},
+    SingleEngine: {
+        "setup",
+        "begin_step",
+        "check_leaves",
+        "raise_pending_errors",
+        "_grad_norm",
+        "keep_average",
+        "averaged",
+    },
     Step: {
         *("run", "forward", "backward", "update"),
         *("_begin_forward", "_end_forward", "_begin_backward", "_end_micro_batch", "_complete_gradients", "_exchange"),

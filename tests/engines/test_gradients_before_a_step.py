@@ -1,4 +1,4 @@
-"""A step begins without gradients, wherever the earlier ones come from."""
+"""A step begins without the gradients of other backwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS_OF_HOOKS = torch.arange(3, 9)[None]
 
 
 class HookJob(TransformerJob):
-    """A callback runs a backward of its own, for example to measure something."""
+    """A callback runs another backward, for example to measure something."""
 
     def on_step_end(self, step: int, result: Any) -> None:
         super().on_step_end(step, result)

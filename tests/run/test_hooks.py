@@ -87,7 +87,7 @@ def test_optimizer_and_schedule() -> None:
 
 def test_an_optimizer_of_the_models_parameters_is_refused_without_a_stack() -> None:
     job = type("Job", (Line,), {"build_optimizer": lambda self: torch.optim.AdamW(self.model.parameters())})(RUN)
-    with pytest.raises(ModelError, match="has no model yet") as caught:
+    with pytest.raises(RapidformerError, match="build_optimizer returned an AdamW") as caught:
         job.fit()
     assert "OptimizerSpec(torch.optim.AdamW" in str(caught.value.hint)
 

@@ -122,7 +122,7 @@ def whole_weights(engine: Engine, workers: Workers) -> dict[str, torch.Tensor]:
         AssertionError: a part of a tensor is written twice or not at all.
     """
     boxes = [
-        (shard.name, shard.shape, offset, values.detach().cpu().double().clone())
+        (shard.name, shard.shape, offset, _widest(values.detach().cpu()).clone())
         for shard in shards_to_write(engine.shards("weights"))
         for offset, values in shard.parts()
     ]
@@ -130,11 +130,15 @@ def whole_weights(engine: Engine, workers: Workers) -> dict[str, torch.Tensor]:
     times: dict[str, torch.Tensor] = {}
     for name, shape, offset, values in chain.from_iterable(workers.gather(boxes)):
         place = tuple(slice(o, o + size) for o, size in zip(offset, values.shape, strict=True))
-        weights.setdefault(name, torch.zeros(shape, dtype=torch.float64))[place] = values
+        weights.setdefault(name, torch.zeros(shape, dtype=values.dtype))[place] = values
         times.setdefault(name, torch.zeros(shape, dtype=torch.uint8))[place] += 1
     for name, count in times.items():
         assert bool((count == 1).all()), f"{name}: parts of it are written twice, or not at all"
     return weights
+
+
+def _widest(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
 def weights_apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:

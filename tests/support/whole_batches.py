@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A model of the user's own. Subclasses add parameters, and what they do to the hidden state."""
+    """A model that is not from transformers. Subclasses add parameters, and what they do to the hidden state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -123,6 +123,8 @@ class SingleEngine:
         model = assembly.model
         self._auxiliary = assembly.losses
         model.zero_grad()  # of backwards in build_model
+        if not accelerator.keeps_parameters(self.workers.device):
+            assembly.built = ()  # torch cannot move what has weak references to such a device
         if not any(self.workers.gather(any(p.requires_grad for p in model.parameters()))):
             raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
         self._build(model, optimizer)
@@ -204,7 +206,7 @@ class SingleEngine:
             raise RapidformerError(
                 "a parameter that was frozen when the optimizer was built requires a gradient now",
                 where="requires_grad_(True)",
-                hint="leave it trained in build_model, and freeze it in on_train_start until it shall be trained",
+                hint="leave it trained in build_model, and freeze it in on_train_start for the first steps",
             )
         self._drop_gradients()
         self._begin_step()

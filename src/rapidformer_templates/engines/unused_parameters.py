@@ -166,7 +166,7 @@ class ForwardSequenceCheck:
         if self._expected is None:
             self._compare(position)
         elif self._expected[index : index + 1] != [position]:
-            raise self._order_error(self._expected[index][0] if index < len(self._expected) else name)
+            raise self._sequence_error(self._expected[index][0] if index < len(self._expected) else name)
 
     def _watch_backward(self, name: str, output: object) -> None:
         """Detect that the backward reaches a module, at the first gradient of its outputs."""
@@ -214,9 +214,9 @@ class ForwardSequenceCheck:
         # The worker that is ahead has skipped the module of the other, which is the earlier one in a forward.
         earliest = min((other for other in indices if other), key=lambda other: self._indices[other[0]])
         ahead = next(rank for rank, other in enumerate(indices) if other != earliest)
-        raise self._order_error(earliest[0], f" (worker {ahead})")
+        raise self._sequence_error(earliest[0], f" (worker {ahead})")
 
-    def _order_error(self, name: str, who: str = "") -> RapidformerError:
+    def _sequence_error(self, name: str, who: str = "") -> RapidformerError:
         """Return the error for a micro batch that does not use a module yet, or not at all."""
         return self._error("does not use these parameters when others do", self._parameters[name] or [name], who)
 

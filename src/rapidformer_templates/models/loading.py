@@ -435,7 +435,7 @@ def _is_stranger(name: str, model: PreTrainedModel, declared: Collection[str]) -
 
 
 def _foreign_weights_error(model: PreTrainedModel, path: str, names: Sequence[str]) -> ModelError:
-    """Return the error for files without any weight of the model. ``names`` are those in the files."""
+    """Return the error for files without any weight of the model. ``names`` are the files' own."""
     hint = "check the folder's config.json"
     own = set(model.state_dict())
     parts = ((name.split(".")[:i], ".".join(name.split(".")[i:])) for name in names for i in range(1, 4))

@@ -1,6 +1,6 @@
 """Rotary embeddings whose frequencies depend on the longest row of a forward: LongRoPE and dynamic NTK scaling.
 
-transformers chooses them anew for each forward (``dynamic_rope_update``), and dynamic scaling also remembers the
+transformers chooses them for each forward again (``dynamic_rope_update``), and dynamic scaling also remembers the
 longest row so far. The loss of a row would depend on the other rows of its micro batch. So they are chosen once, by the
 length of the run's rows, as vLLM chooses them by its ``max_model_len``.
 """

@@ -151,7 +151,7 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
     in each module.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(before or not _keeps_parameters(device))
+    torch.__future__.set_swap_module_params_on_conversion(before or not keeps_parameters(device))
     try:
         return model.to(device)
     finally:
@@ -159,7 +159,8 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 @cache
-def _keeps_parameters(device: torch.device) -> bool:
+def keeps_parameters(device: torch.device) -> bool:
+    """Return whether torch moves a parameter to the device without creating a new one."""
     probe = nn.Linear(1, 1)
     weight = probe.weight
     return probe.to(device).weight is weight

@@ -60,7 +60,11 @@ def _words(command: str, run: Path, folder: Path, *more: str) -> list[str]:
     if command == "train":
         name = ["--data-dir", str(run.parent), "--pretrained-model-name-or-path", str(run / "export")]
         return [*own, *name, *more]
-    output = ["--output", str(folder / "out")] if command in ("export", "predict") else []
+    output = (
+        ["--output", str(folder / ("out.jsonl" if command == "predict" else "out"))]
+        if command in ("export", "predict")
+        else []
+    )
     return [command, str(run), *own, *output, *more]
 
 

@@ -251,7 +251,7 @@ def test_a_loss_of_what_the_blocks_keep_aside() -> None:
         )
     )
     model.config.use_cache = False
-    assert "uses values that the blocks set aside" in _refused(model).message
+    assert "uses more of a block than the hidden state that it passes on" in _refused(model).message
 
 
 @pytest.mark.parametrize(

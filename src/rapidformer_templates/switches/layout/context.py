@@ -166,7 +166,8 @@ class DivisionTrial:
             hooks.append(first.register_forward_pre_hook(_replace_by_noise, with_kwargs=True, prepend=True))
         try:
             with in_evaluation(self.outer), suppress(LeaveStage):
-                self.outer(input_ids=ids)
+                # A model for multiple choice takes the two rows as the choices of one question.
+                self.outer(input_ids=ids[None] if type(self.model).__name__.endswith("MultipleChoice") else ids)
         finally:
             for hook in hooks:
                 hook.remove()
