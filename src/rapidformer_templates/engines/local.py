@@ -123,8 +123,8 @@ class SingleEngine:
         model = assembly.model
         self._auxiliary = assembly.losses
         model.zero_grad()  # of backwards in build_model
-        if not accelerator.keeps_parameters(self.workers.device):
-            assembly.built = ()  # torch cannot move what has weak references to such a device
+        if accelerator.swaps_parameters(self.workers.device):
+            assembly.built = ()
         if not any(self.workers.gather(any(p.requires_grad for p in model.parameters()))):
             raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
         self._build(model, optimizer)

@@ -246,7 +246,7 @@ def _try_labels(run: Run, model: nn.Module) -> None:
     if use.untried:
         note = f"{use.model} could not be tried ({use.untried}): judging by its name, it shifts labels"
         say(run.workers, f"note       {note}")
-    if use.sees_padding:
+    if use.sees_padding and run.has_values:
         note = f"{use.model} computes with the padding of a row, so its loss depends on --micro-batch-size"
         say(run.workers, f"note       {note}")
     if not run.task:

@@ -151,16 +151,20 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
     in each module.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(before or not keeps_parameters(device))
+    torch.__future__.set_swap_module_params_on_conversion(swaps_parameters(device))
     try:
         return model.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+def swaps_parameters(device: torch.device) -> bool:
+    """Return whether a move to the device swaps the parameters' contents, which weak references to them forbid."""
+    return torch.__future__.get_swap_module_params_on_conversion() or not _keeps_parameters(device)
+
+
 @cache
-def keeps_parameters(device: torch.device) -> bool:
-    """Return whether torch moves a parameter to the device without creating a new one."""
+def _keeps_parameters(device: torch.device) -> bool:
     probe = nn.Linear(1, 1)
     weight = probe.weight
     return probe.to(device).weight is weight

@@ -100,6 +100,7 @@ def counted_engine(*, dense: bool, on_cpu: bool) -> Iterator[LiveStorages]:
             stack.enter_context(patch.object(dist, REDUCE_SCATTER, _reduce_a_copy(getattr(dist, REDUCE_SCATTER))))
         # Fake tensors are on the CPU already, and torch cannot replace a parameter by a fake one in place.
         stack.enter_context(patch.object(accelerator, "move", lambda model, device: model))
+        stack.enter_context(patch.object(accelerator, "swaps_parameters", lambda device: False))
         stack.enter_context(without_warnings())
         stack.enter_context(fake_tensors())
         stack.enter_context(live.following_resizes())
