@@ -38,6 +38,7 @@ class RunConfig:
         origins: the origin of each value that is not a default, by field name.
         replaced: lines about values that a flag of the same choice from a higher place has replaced.
         chosen: lines about values that were determined automatically.
+        own_loop: whether the user's own loop makes the steps.
     """
 
     launch: LaunchFlags = field(default_factory=LaunchFlags)
@@ -49,6 +50,7 @@ class RunConfig:
     origins: Mapping[str, str] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
     chosen: tuple[str, ...] = ()
+    own_loop: bool = False
 
     @cached_property
     def _declared_in(self) -> Mapping[str, str]:
