@@ -26,9 +26,11 @@ class Explained(BaseException):
 
     Attributes:
         lost_workers: number of workers that are lost, if a restart with the others may help. 0 if it cannot help.
+        in_code: the text for a program that gives flags as arguments, if it differs from that of a terminal.
     """
 
     exit_status = 2
+    in_code: str | None = None
     prefix = "error: "
     lost_workers = 0
 
@@ -53,11 +55,11 @@ class Explained(BaseException):
         return f"{self.prefix}{self.message}{where}" + (f": {self.hint}" if self.hint else "")
 
     def __str__(self) -> str:
-        return self.render()
+        return self.in_code or self.render()
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows instead of a stack trace. IPython calls this."""
-        return self.render().splitlines()
+        return str(self).splitlines()
 
 
 class RapidformerError(Explained, Exception):
@@ -270,6 +272,12 @@ def did_you_mean(word: str, known: Iterable[str], also: str = "", *, limit: int 
     """
     near = " or ".join(alike(word, known, limit=limit, cutoff=cutoff))
     return " ".join(part for part in (f"did you mean {near}?" if near else "", also) if part)
+
+
+def counted(number: float, noun: str) -> str:
+    """Return a number with its noun: ``1 worker``, ``2,000 workers``, ``0.106 epochs``."""
+    shown = f"{number:.3g}" if number < 100 else f"{number:,.0f}"
+    return f"{shown} {noun}{'' if shown == '1' else 's'}"
 
 
 @dataclass(frozen=True)

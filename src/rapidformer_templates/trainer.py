@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -59,6 +60,20 @@ from rapidformer_templates.system.launch import is_worker
 from rapidformer_templates.system.terminal import escape_unknown_characters
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def in_words_of_its_user(
+    method: Callable[Concatenate[Trainer, P], T],
+) -> Callable[Concatenate[Trainer, P], T]:
+    """Let the errors of a method speak of arguments if the user gives the flags as arguments."""
+
+    @wraps(method)
+    def call(template: Trainer, *args: P.args, **named: P.kwargs) -> T:
+        with configure.errors_in_code(type(template), asked=template._has_arguments):
+            return method(template, *args, **named)
+
+    return call
 
 
 class OfRun(Generic[T]):
@@ -136,13 +151,15 @@ class Trainer:
         while frame.f_code.co_filename == __file__ and frame.f_back is not None:
             frame = frame.f_back  # the user's code
         where = launch.line_of(frame)
+        self._has_arguments = False  # whether the user gives flags as arguments, and not on a command line
         if argv is None:
             asks = not flags and not callbacks and frame.f_globals.get("__name__") == "__main__"
+            self._has_arguments = not asks
             argv = launch.program_arguments() if asks else []
         self.callbacks = checked_callbacks(callbacks)
-        self.config: RunConfig = configure.read_config(
-            type(self), argv, {name.replace("-", "_"): (value, where) for name, value in flags.items()}
-        )
+        values = {name.replace("-", "_"): (value, where) for name, value in flags.items()}
+        with configure.errors_in_code(type(self), asked=self._has_arguments):
+            self.config: RunConfig = configure.read_config(type(self), argv, values)
         self.flags: Any = self.config.user
 
     # Hooks for the model, the data and the loss.
@@ -213,7 +230,10 @@ class Trainer:
 
     @hook()
     def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:
-        """Compute the metrics of a whole validation set from the results of :meth:`read_outputs`, in sample order."""
+        """Compute the metrics of a whole validation set from the results of :meth:`read_outputs`, in sample order.
+
+        ``self.task.labels`` has the names of the classes, whose numbers ``sequence_classification`` predicts.
+        """
         return self.task.compute_metrics(list(predictions), list(references)) if self.uses_task else {}
 
     # Callbacks. They run on every rank and do nothing by default.
@@ -260,6 +280,7 @@ class Trainer:
     # Members that the library uses.
 
     @cached_property
+    @in_words_of_its_user
     def plan(self) -> Plan:
         """The plan of the run.
 
@@ -310,6 +331,7 @@ class Trainer:
         """Share the data and the model of a run that begins. The library calls it."""
         self._run = self._model_run = run
 
+    @in_words_of_its_user
     def fit(self, workers: int | None = None) -> dict[str, Any]:
         """Train the model. Afterwards the program continues, and :attr:`model` is the trained model.
 
@@ -389,6 +411,7 @@ class Trainer:
     def model(self, model: nn.Module) -> None:
         self._model = model
 
+    @in_words_of_its_user
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Evaluate the model in this process and return its metrics. Before ``fit()`` the model is untrained.
 
@@ -401,6 +424,7 @@ class Trainer:
         """
         return inference.evaluate(self, self._single_process_run(), data)
 
+    @in_words_of_its_user
     def predict(
         self, samples: Any, *, batch_size: int = 8, max_new_tokens: int | None = None, temperature: float = 0.0
     ) -> Any:
@@ -512,21 +536,22 @@ def compose(
         Refused: the flags break rules. The error lists all of them.
         SystemExit: the workers that this process started have finished.
     """
-    template = template_of_session(model, optimizer, compute_loss, count_targets, argv, switches)
-    if optimizer is not None:
-        # Flags that only configure the library's optimizer have no effect, except those that a class takes.
-        accepted = OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ()
-        for name in sorted(hooks_of(Trainer)["build_optimizer"].difference(accepted)):
-            if name in template.config.origins:
-                raise ConfigError(
-                    f"{spelling(name)} has nothing to act on: the optimizer brings its own options",
-                    where=template.config.origin(name),
-                    hint="leave it out and give the optimizer that option"
-                    + (", or give the optimizer's class" if name in OF_A_CLASS else ", or leave out the optimizer"),
-                )
-    steps = template.config.training.train_iters
-    total = steps if isinstance(steps, int) else None
-    return open_session(template, None if schedule is None else as_schedule(schedule, total), example)
+    with configure.errors_in_code(Trainer, asked=not argv):
+        template = template_of_session(model, optimizer, compute_loss, count_targets, argv, switches)
+        if optimizer is not None:
+            # Flags that only configure the library's optimizer have no effect, except those that a class takes.
+            accepted = OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ()
+            for name in sorted(hooks_of(Trainer)["build_optimizer"].difference(accepted)):
+                if name in template.config.origins:
+                    raise ConfigError(
+                        f"{spelling(name)} has nothing to act on: the optimizer brings its own options",
+                        where=template.config.origin(name),
+                        hint="leave it out and give the optimizer that option"
+                        + (", or give the optimizer's class" if name in OF_A_CLASS else ", or leave out the optimizer"),
+                    )
+        steps = template.config.training.train_iters
+        total = steps if isinstance(steps, int) else None
+        return open_session(template, None if schedule is None else as_schedule(schedule, total), example)
 
 
 OF_A_CLASS = ("lr", "weight_decay")
@@ -561,6 +586,7 @@ def template_of_session(
     if count_targets is not None:
         hooks["count_targets"] = lambda self, batch: count_targets(batch)
     template: Trainer = type("Composed", (Trainer,), hooks)(list(argv), **switches)
+    template.set_config(dataclasses.replace(template.config, own_loop=True))
     intercept_for_planning(template)
     if optimizer is not None:
         template.build_optimizer()  # refuse an unusable optimizer before a worker starts

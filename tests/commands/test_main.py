@@ -161,12 +161,21 @@ def test_auto_strategy_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None
         (
             "train",
             "error: unknown command 'train'",
-            "commands: plan, switches, explain, doctor, data, export, evaluate, predict, chat, bench, demo, new, "
-            "convert, schema, completion",
+            "to train: rapidformer --task TASK …; commands: plan, switches, explain, doctor, data, export, evaluate, "
+            "predict, chat, bench, demo, new, convert, schema, completion",
+        ),
+        (
+            "fit --task causal_lm --lr 1e-4",
+            "error: unknown command 'fit'",
+            "to train: rapidformer --task causal_lm --lr",
         ),
         ("plan --tf31", "error: unknown flag --tf31", "did you mean --tf32?"),
-        ("explain RF999", "error: there is no rule RF999", "RF001, RF002"),
-        ("explain", "error: which rule?", "rapidformer explain CODE"),
+        ("plan --lr -1e-4 --task causal_lm", "error: --lr must be at least 0, not -0.0001", "command line"),
+        ("plan --lr -.5 --task causal_lm", "error: --lr must be at least 0, not -0.5", "command line"),
+        ("plan --task classification", "error: --task cannot be 'classification'", "or sequence_classification?"),
+        ("plan --optimizer sgd", "error: --optimizer cannot be 'sgd'", "from build_optimizer()"),
+        ("plan --lr-decay-style step", "error: --lr-decay-style cannot be 'step'", "from build_scheduler()"),
+        ("explain RF999", "error: there is no rule RF999", "rapidformer explain lists all rules"),
         ("switches --json", "error: unrecognized arguments: --json", "rapidformer switches --help"),
         ("docter", "error: unknown command 'docter'", "did you mean doctor?"),
         ("doctor --jsn", "error: unrecognized arguments: --jsn", "rapidformer doctor --help"),
@@ -186,6 +195,20 @@ def test_explain(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert text.startswith("RF002: ZeRO needs the Trainer template.")
     assert "rapidformer plan --template Finetuner --zero-3-memory-optimization --world-size 2" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "codes"),
+    [("", {"RF002", "RF225"}), ("fsdp", {"RF035", "RF140"}), ("lora", {"RF120"}), ("Warmup", {"RF032"})],
+)
+def test_explain_lists_rules_by_title(words: str, codes: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *words.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = {rule.code: rule.title for rule in REGISTRY.all_rules}
+    listed = [line.partition("  ")[0] for line in lines]
+    assert lines == [f"{code}  {titles[code]}" for code in listed]
+    assert codes <= set(listed)
+    assert ("RF018" in listed) == (not words)
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def test_many_bad_rows_are_counted_and_five_are_shown(load: Load, tmp_path: Path
         load("sequence_classification").build_data()
     assert caught.value.message == "8 rows cannot be used"
     shown = str(caught.value.where).splitlines()
-    assert shown[0] == f"{tmp_path}/train.csv:18: the line has 1 columns, the header has 2"
+    assert shown[0] == f"{tmp_path}/train.csv:18: the line has 1 column, the header has 2"
     assert [line.split(":")[1] for line in shown[1:5]] == ["12", "13", "14", "15"]
     assert shown[5].strip() == "… and 3 more"
     task = load("sequence_classification", skip_bad_lines=True)
@@ -167,7 +167,7 @@ def test_many_bad_rows_are_counted_and_five_are_shown(load: Load, tmp_path: Path
     assert describe_skipped(add_by_reason({}, task.bad.skipped)) == (
         "left out 8 rows that cannot be used\n"
         f"  6 × the label in column 'label' is empty (first: {tmp_path}/train.csv:12)\n"
-        f"  1 × the line has 1 columns, the header has 2 (first: {tmp_path}/train.csv:18)\n"
+        f"  1 × the line has 1 column, the header has 2 (first: {tmp_path}/train.csv:18)\n"
         f"  1 × the text in column 'text' is empty (first: {tmp_path}/train.csv:19)"
     )
 
@@ -207,7 +207,7 @@ def test_a_part_without_a_usable_row(load: Load, tmp_path: Path) -> None:
 
 
 def test_reasons_that_differ_only_in_numbers_count_as_one() -> None:
-    lines = ["a.csv:3: the line has 1 columns", "b.parquet, row 12: empty", "a.csv:9: the line has 4 columns", "odd"]
+    lines = ["a.csv:3: the line has 2 columns", "b.parquet, row 12: empty", "a.csv:9: the line has 4 columns", "odd"]
     assert add_by_reason({}, lines) == {lines[0]: 2, lines[1]: 1, lines[3]: 1}
     assert add_by_reason({lines[0]: 2}, ["c.csv:1: the line has 7 columns"]) == {lines[0]: 3}
     assert (

@@ -130,9 +130,9 @@ def test_a_dynamic_model_needs_no_length() -> None:
 
 
 def test_a_session_takes_the_length_of_its_rows_for_such_a_model_only() -> None:
-    with pytest.raises(ModelError, match="--seq-length"):
+    with pytest.raises(ModelError, match="seq_length"):
         compose(phi3, lr=1e-3, device="cpu")
     with compose(phi3, lr=1e-3, device="cpu", seq_length=LENGTH) as session:
         assert notes_about_frequencies(session.model)
-    with pytest.raises(ConfigError, match="--seq-length acts on"):
+    with pytest.raises(ConfigError, match="error: seq_length acts on"):
         compose(lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), lr=1e-3, device="cpu", seq_length=LENGTH)

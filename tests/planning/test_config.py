@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.config import RunConfig, in_code
 from rapidformer_templates.planning.flag_parser import parse
-from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.flags import SECTIONS, flag
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import choose_template, with_template_defaults
 
@@ -38,6 +38,24 @@ def test_command_line_over_yaml_over_script_over_default(tmp_path: Path) -> None
     assert (config.training.seed, config.origin("seed")) == (3, "run.yaml:3")
     assert (config.training.epochs, config.origin("epochs")) == (2, "train.py:9")
     assert (config.data.micro_batch_size, config.origin("micro_batch_size")) == (1, "default")
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [
+        ("--resume continues it", "resume=True continues it"),
+        ("without --tf32 and --no-tf32", "without tf32=True and tf32=False"),
+        ("--save DIR --micro-batch-size 4 --lr 1e-3", 'save="DIR", micro_batch_size=4, lr=1e-3'),
+        ("--train-iters 1epochs without --epochs", 'train_iters="1epochs" without epochs'),
+        ("--task causal_lm needs --seq-length", 'task="causal_lm" needs seq_length'),
+        ("--metric-for-best mine (a.py:3), --lr (a.py:3)", 'metric_for_best="mine" (a.py:3), lr (a.py:3)'),
+        ("a lower --lr, --clip-grad or bf16", "a lower lr, clip_grad or bf16"),
+        ("--margin 2 is mine, --nothing is not", "margin=2 is mine, --nothing is not"),
+        ("rapidformer evaluate RUN --save DIR; --resume", "rapidformer evaluate RUN --save DIR; resume=True"),
+    ],
+)
+def test_flags_in_texts_are_spelled_as_arguments(text: str, spelled: str) -> None:
+    assert in_code(text, (*SECTIONS.values(), *switch_options().values(), MyFlags)) == spelled
 
 
 @pytest.mark.parametrize("flags", ["--micro-batch-size 4", "--micro_batch_size 4", "--micro_batch_size=4"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rapidformer_templates import Callback, Finetuner, Trainer, flag
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, Refused
 from rapidformer_templates.system import launch
 from tests.support.lines import FLAGS, Line
 
@@ -188,6 +188,24 @@ def test_keyword_arguments_that_are_none(flags: dict[str, Any], message: str, hi
     assert caught.value.message == message
     assert (hint or "") in (caught.value.hint or "")
     assert str(caught.value.where).startswith("test_calls.py:")
+
+
+def test_errors_speak_of_arguments_if_flags_are_arguments(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").touch()
+    values = {"epochs": 1, "lr": 0.1, "save": str(tmp_path)}
+    words = ["--epochs", "1", "--lr", "0.1", "--save", str(tmp_path)]
+    texts = []
+    for job in (Line(**values), Line(words)):
+        with pytest.raises(ConfigError) as caught:
+            job.fit()
+        assert "--resume continues it" in caught.value.render()
+        texts.append(str(caught.value))
+    assert "resume=True continues it, overwrite=True empties it, another save leaves it alone" in texts[0]
+    assert "--resume continues it, --overwrite empties it, another --save leaves it alone" in texts[1]
+    with pytest.raises(Refused, match='works  save="DIR"  the folder'):
+        Line(epochs=1, lr=0.1).fit()
+    with pytest.raises(ConfigError, match="error: lr must be at least 0, not -1"):
+        Line(lr=-1)
 
 
 def test_keyword_arguments_of_any_kind() -> None:

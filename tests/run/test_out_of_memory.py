@@ -172,7 +172,7 @@ def test_memory_that_runs_out_while_the_model_is_built(error: str, message: str)
     lines = caught.value.render().splitlines()
     assert len(lines) == 3
     assert message in lines[0]
-    assert lines[1] == "  where  while the model is built, optimizer on 1 workers"
+    assert lines[1] == "  where  while the model is built, optimizer on 1 worker"
     assert "fewer workers per machine" in lines[2]
     assert caught.value.exit_status == 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,33 @@ def test_a_template_needs_flags_of_training_only_to_train(bert: Make, tmp_path: 
     absent = "cuda" if not torch.cuda.is_available() else "xpu"
     with pytest.raises(ConfigError, match="but torch can use none here"):
         Finetuner(**flags, device=absent).predict(TEXTS)
+
+
+class RecallByName(Finetuner):
+    """Reports the recall of each class under its name."""
+
+    def compute_metrics(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+        names = self.task.labels
+        pairs = [(names[told], names[true]) for told, true in zip(predictions, references, strict=True)]
+        return {f"recall/{name}": recall(pairs, name) for name in names}
+
+
+def recall(pairs: Sequence[tuple[str, str]], name: str) -> float:
+    return float(np.mean([told == true for told, true in pairs if true == name]))
+
+
+def test_own_metrics_have_the_names_of_classes(bert: Make, tmp_path: Path) -> None:
+    folder = bert("BertForSequenceClassification", **LABELS)
+    names = [("odd", "good", "bad")[i % 3] for i in range(len(TEXTS))]  # not in the order of their numbers
+    rows = [{"text": text, "label": name} for text, name in zip(TEXTS, names, strict=True)]
+    for part in ("train", "valid"):
+        write_jsonl(tmp_path / f"{part}.jsonl", rows)
+    told = [one["label"] for one in pipeline("text-classification", str(folder))(TEXTS)]
+    wanted = {f"recall/{name}": recall(list(zip(told, names, strict=True)), name) for name in LABELS["label2id"]}
+    flags = {"task": "sequence_classification", "pretrained_model_name_or_path": str(folder), "device": "cpu"}
+    assert RecallByName(**flags).evaluate(rows).items() >= wanted.items()
+    job = RecallByName(**flags, data_dir=str(tmp_path), train_iters=1, lr=0.0, no_save=True, keep_best=False)
+    assert job.fit()["metrics"].items() >= wanted.items()
 
 
 def test_texts_and_their_seconds(bert: Make) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates import Data
+from rapidformer_templates.errors import counted
 from rapidformer_templates.system.terminal import print_lines
 from tests.support.lines import Line
 
@@ -80,6 +81,34 @@ def test_the_results_show_whole_paths(tmp_path: Path, capsys: pytest.CaptureFixt
     Watched([*FLAGS, "--lr", "0.1", "--save", str(folder)]).fit()
     cells = [line.split("│")[-2].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert f"{folder}/metrics.jsonl".replace(" ", "") in "".join(cells).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("iterations", "steps", "has_spread"),
+    [("1", "1 (0.5 epochs)", False), ("2", "2 (1 epoch)", False), ("4", "4 (2 epochs)", False), ("5", "5 (2.5 ", True)],
+)
+def test_the_results_count_epochs_and_show_a_spread_of_several_steps(
+    iterations: str, steps: str, has_spread: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Watched([*FLAGS[:2], "--lr", "0.1", "--no-save", "--train-iters", iterations]).fit()
+    shown = capsys.readouterr().out
+    assert steps in shown
+    assert ("±" in shown) == has_spread
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (1, "1 step"),
+        (0, "0 steps"),
+        (12, "12 steps"),
+        (0.10643, "0.106 steps"),
+        (1.0, "1 step"),
+        (2000.0, "2,000 steps"),
+    ],
+)
+def test_numbers_with_their_noun(number: float, text: str) -> None:
+    assert counted(number, "step") == text
 
 
 def test_a_run_goes_on_where_nobody_reads_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:

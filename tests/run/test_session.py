@@ -153,6 +153,32 @@ def _uneven(workers: Any) -> list[float]:
         return [*losses, session.evaluate(None if workers.rank else own_loop.collate(torch.arange(3))).loss]
 
 
+def _share(workers: Any, **flags: int) -> tuple[int, int, float, float]:
+    """Return micro batch, accumulation, the loss of a step of eight samples in one batch per worker, and of torch."""
+    torch.manual_seed(0)
+    model, samples = own_loop.build_model(), torch.arange(8)
+    batch = own_loop.collate(samples)
+    whole = float(model(**batch).loss)
+    with compose(model, lr=1e-2, device="cpu", global_batch_size=8, **flags) as session:
+        mine = samples[session.workers.data_rank :: session.workers.data]
+        result = session.step([own_loop.collate(mine)])
+        return session.plan.sizes.micro_batch, session.plan.sizes.accumulation, float(result.loss), whole
+
+
+def test_without_a_micro_batch_a_step_is_one_batch() -> None:
+    micro, accumulation, loss, whole = _share(None)
+    assert (micro, accumulation) == (8, 1)
+    assert loss == pytest.approx(whole, rel=1e-6)
+    assert _share(None, micro_batch_size=2)[:2] == (2, 4)
+
+
+@pytest.mark.distributed
+def test_without_a_micro_batch_each_worker_takes_its_share() -> None:
+    for micro, accumulation, loss, whole in run_in_workers(2, _share):
+        assert (micro, accumulation) == (4, 1)
+        assert loss == pytest.approx(whole, rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def in_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_in_workers(2, _everywhere, str(tmp_path_factory.mktemp("sessions")), selected(request, "layout"))
@@ -298,16 +324,16 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused(make: Any, told: str) 
 
 
 def test_a_rate_beside_a_recipe_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--lr has nothing to act on"):
+    with pytest.raises(ConfigError, match="error: lr has nothing to act on"):
         compose(own_loop.build_model, OptimizerSpec(torch.optim.SGD, {"lr": 0.1}), device="cpu", lr=1e-3)
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({"save": "runs/x"}, "--save acts on the library's own loop"),
-        ({"epochs": 3}, "--epochs acts on"),
-        ({"neftune_alpha": 5.0}, "--neftune-alpha acts on"),
+        ({"save": "runs/x"}, "error: save acts on the library's own loop"),
+        ({"epochs": 3}, "error: epochs acts on"),
+        ({"neftune_alpha": 5.0}, "error: neftune_alpha acts on"),
         ({"lr_decay_style": "cosine"}, "a schedule must know its end"),
         ({"data_iterator": "dynamic-shape"}, "dynamic-shape"),
     ],

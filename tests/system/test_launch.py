@@ -186,7 +186,7 @@ def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
 def test_another_number_of_workers_than_the_launchers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="has started 1 workers on this machine, not 3"):
+    with pytest.raises(ConfigError, match="has started 1 worker on this machine, not 3"):
         join_and_train(ClassJob(lr=1e-3, micro_batch_size=2, nproc_per_node=3))
 
 

@@ -115,10 +115,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{options.save} already exists and is left unchanged; this run goes to {run}")
     words = training_words(model, options.data, run)
     print(f"\n{shlex.join(['rapidformer', *words])}\n", flush=True)
-    status = _run([sys.executable, "-m", "rapidformer_templates", *words])
-    if status == 0:
-        print(f"\ncurves          {run / 'curves.png'}\nexported model  {run / 'export'}/")
-    return status
+    return _run([sys.executable, "-m", "rapidformer_templates", *words])
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -22,22 +22,27 @@ NAMES = re.compile(r"--|peft|tf32|torch")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the explanation of a rule.
+    """Print the explanation of a rule, or the titles of all rules or of those about a subject.
 
     Args:
-        argv: words after ``rapidformer explain``: the code as declared, or ``6``, ``rf6`` or ``RF06`` for ``RF006``.
+        argv: words after ``rapidformer explain``: the code as declared, or ``6``, ``rf6`` or ``RF06`` for ``RF006``, or
+            a word of titles, such as ``fsdp``.
 
     Raises:
         ConfigError: there is no such rule.
     """
-    codes = [rule.code for rule in REGISTRY.all_rules]
-    code = argv[0].upper() if len(argv) == 1 else ""
+    word = " ".join(argv)
+    code = word.upper()
     if parts := re.fullmatch(r"([A-Z]*)(\d+)", code):
         code = f"{parts[1] or 'RF'}{int(parts[2]):03}"
-    if code not in codes:
-        question = f"there is no rule {argv[0]}" if argv else "which rule?"
-        raise ConfigError(question, hint=f"rapidformer explain CODE, one of {', '.join(codes)}")
-    print(explain(code, REGISTRY))
+    if any(rule.code == code for rule in REGISTRY.all_rules):
+        print(explain(code, REGISTRY))
+        return 0
+    of_switch = [rule for switch in REGISTRY.switches if switch.name == word.lower() for rule in switch.rules]
+    about = [rule for rule in REGISTRY.all_rules if rule in of_switch or word.lower() in rule.title.lower()]
+    if not about:
+        raise ConfigError(f"there is no rule {word}", hint="rapidformer explain lists all rules, and explains RF006")
+    print("\n".join(f"{rule.code}  {rule.title}" for rule in about))
     return 0
 
 
@@ -48,7 +53,12 @@ def build_parser() -> argparse.ArgumentParser:
         description="Print what a rule refuses, why, an example that breaks it, and what to do instead.",
         epilog="example: rapidformer explain RF006",
     )
-    parser.add_argument("code", nargs="?", metavar="CODE", help="code of the rule, such as RF006 or 6")
+    parser.add_argument(
+        "code",
+        nargs="?",
+        metavar="CODE",
+        help="code of the rule, such as RF006 or 6, or a word of titles (default: list all rules)",
+    )
     return parser
 
 

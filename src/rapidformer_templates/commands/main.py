@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import os
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -159,7 +160,8 @@ def _dispatch(words: list[str]) -> int:
     if not command.startswith("-"):
         of_files = {".yaml": "--config", ".yml": "--config", ".json": "--config", ".py": "--user-script"}
         flag = of_files.get(Path(command).suffix)
-        hint = did_you_mean(command, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
+        to_train = shlex.join(["rapidformer", *rest]) if rest else "rapidformer --task TASK …"
+        hint = did_you_mean(command, COMMANDS) or f"to train: {to_train}; commands: {', '.join(COMMANDS)}"
         hint = f"did you mean rapidformer {flag} {command}?" if flag else hint
         raise ConfigError(f"unknown command '{command}'", hint=hint)
     return train(words)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 from rapidformer_templates.data.finetuning.locating import steps_of
-from rapidformer_templates.errors import ConfigError, HubUnreachable, Refused
+from rapidformer_templates.errors import ConfigError, HubUnreachable, Refused, counted
 from rapidformer_templates.models.model_files import check_not_quantized
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, spelling, to_yaml
@@ -392,9 +392,8 @@ def _with_notes(plan: Plan, config: RunConfig, notes: tuple[str, ...]) -> Plan:
     if isinstance(epochs, Epochs):
         is_counted = not any(REGISTRY[name].order for name in plan.switches)
         steps = steps_of(config, epochs, plan.sizes.global_batch) if is_counted else None
-        passes = f"{float(epochs.size):g} epoch{'' if epochs.size == 1 else 's'}"
-        count = f" = {steps:,} steps" if steps else ", counted in steps when the data is loaded"
-        added.append(f"length: {passes}{count}")
+        count = f" = {counted(steps, 'step')}" if steps else ", counted in steps when the data is loaded"
+        added.append(f"length: {counted(float(epochs.size), 'epoch')}{count}")
     return dataclasses.replace(plan, notes=(*plan.notes, *added))
 
 

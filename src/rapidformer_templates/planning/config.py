@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -37,6 +38,7 @@ class RunConfig:
         origins: the origin of each value that is not a default, by field name.
         replaced: lines about values that a flag of the same choice from a higher place has replaced.
         chosen: lines about values that were determined automatically.
+        own_loop: whether the user's own loop makes the steps.
     """
 
     launch: LaunchFlags = field(default_factory=LaunchFlags)
@@ -48,6 +50,7 @@ class RunConfig:
     origins: Mapping[str, str] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
     chosen: tuple[str, ...] = ()
+    own_loop: bool = False
 
     @cached_property
     def _declared_in(self) -> Mapping[str, str]:
@@ -110,6 +113,35 @@ class RunConfig:
 def spelling(name: str) -> str:
     """Return the flag of a field: ``micro_batch_size`` → ``--micro-batch-size``."""
     return "--" + name.replace("_", "-")
+
+
+FLAG_OR_COMMAND = re.compile(r"(?:rapidformer|torchrun) [^;,#\n]*|--(\w[\w-]*)(?: (?!--)([^\s,;:()]+)( \()?)?")
+PLAIN = re.compile(r"-?\d[\d.e-]*")
+
+
+def in_code(text: str, kinds: Iterable[type]) -> str:
+    """Spell the flags of a text as arguments: ``--resume`` → ``resume=True``, ``--save DIR`` → ``save="DIR"``.
+
+    Args:
+        text: a message. Commands in it are not changed.
+        kinds: the dataclasses of the flags.
+    """
+    annotations = {f.name: field_types(kind)[f.name] for kind in kinds for f in fields_of(kind)}
+
+    def spelled(match: re.Match[str]) -> str:
+        name, value = (match[1] or "").replace("-", "_"), match[2] or ""
+        rest = match[0].removeprefix(f"--{match[1]}")
+        if name not in annotations:
+            positive = name.removeprefix("no_")
+            return f"{positive}=False{rest}" if positive in annotations else match[0]
+        kind, choices, _ = value_kind(annotations[name])
+        if kind is bool:
+            return f"{name}=True{rest}"
+        is_value = value in (choices or ()) or value[:1].isupper() or value[:1].isdigit() or match[3]
+        shown = value if PLAIN.fullmatch(value) else f'"{value}"'
+        return f"{name}={shown}{match[3] or ''}" if value and is_value else f"{name}{rest}"
+
+    return re.sub(r'(=(?:"[^"]*"|[\w.-]+)) (?=\w+=)', r"\1, ", FLAG_OR_COMMAND.sub(spelled, text))
 
 
 @cache
@@ -234,7 +266,8 @@ def checked_value(f: dataclasses.Field[object], annotation: object, value: objec
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin) from None
     if choices and converted not in choices and converted != bare:
-        hint = did_you_mean(str(converted), choices, f"choose from {', '.join(choices)}")
+        also = f"choose from {', '.join(choices)}" + (f"; {f.metadata['other']}" if f.metadata.get("other") else "")
+        hint = did_you_mean(str(converted), choices, also, limit=2)
         raise ConfigError(f"{name} cannot be {converted!r}", where=origin, hint=hint)
     if isinstance(converted, int | float) and kind is not bool:
         _check_range(f, converted, origin)

@@ -78,6 +78,7 @@ class FlagParser(argparse.ArgumentParser):
             add_help=False,
         )
         self.usual: set[str] = set()
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-4 for a flag
         self.add_argument("-h", "--help", action=_PrintHelp, nargs=0, help="show the usual flags")
         self.add_argument("--help-all", action=_PrintHelp, nargs=0, help="show every flag")
 

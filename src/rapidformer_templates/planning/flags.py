@@ -22,6 +22,7 @@ def flag(
     aliases: Mapping[str, str | None] | None = None,
     metavar: str | None = None,
     choices: tuple[str, ...] = (),
+    other: str = "",
     minimum: float | None = None,
     maximum: float | None = None,
     choice: str | None = None,
@@ -39,6 +40,7 @@ def flag(
             itself.
         metavar: the placeholder for the value in the help.
         choices: the accepted values, if a table lists them. A ``Literal`` lists those of other fields.
+        other: what else a script can do, for the error about a value that is not among the choices.
         minimum: lowest accepted value.
         maximum: highest accepted value.
         choice: name of a group of flags that exclude each other. A flag on the command line replaces another of its
@@ -55,7 +57,7 @@ def flag(
         "maximum": maximum,
     }
     metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {})}
-    metadata |= {"choices": choices, "in_files": in_files, "usual": usual}
+    metadata |= {"choices": choices, "other": other, "in_files": in_files, "usual": usual}
     return field(default=default, metadata=metadata)
 
 
@@ -300,7 +302,11 @@ class TrainingFlags:
         "cosine_with_min_lr",
         "cosine_warmup_with_min_lr",
         "warmup_stable_decay",
-    ] = flag("linear", "learning rate schedule after warmup; from the fourth on, those of transformers")
+    ] = flag(
+        "linear",
+        "learning rate schedule after warmup; from the fourth on, those of transformers",
+        other="a script may return any schedule from build_scheduler()",
+    )
     min_lr: float = flag(0.0, "learning rate at the end of the decay", minimum=0)
     lr_decay_iters: int | None = flag(None, "steps over which the learning rate decays (default: all)", minimum=1)
     lr_warmup_iters: int | None = flag(None, "warmup steps", minimum=0, choice="warmup")

@@ -60,8 +60,9 @@ def build_request(
 def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Switch]) -> Sizes:
     """Return the numbers of workers and the batch sizes.
 
-    Sizes that do not divide are rounded down, and a rule reports it. A run by ``--epochs`` does not accumulate, so
-    without ``--micro-batch-size`` each rank computes its share of the global batch at once.
+    Sizes that do not divide are rounded down, and a rule reports it. A run by ``--epochs`` does not accumulate, and a
+    user's own loop need not. So without ``--micro-batch-size`` each rank computes its share of the global batch at
+    once.
     """
     divided = {size: config.get(name) for switch in switches for size, name in switch.sizes.items()}
     data = max(1, environment.world_size // math.prod(divided.values()))
@@ -83,7 +84,7 @@ def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Swi
 def micro_follows(config: RunConfig) -> bool:
     """Whether the micro batch size follows from ``--global-batch-size`` and the number of workers."""
     is_open = config.data.global_batch_size is not None and "micro_batch_size" not in config.origins
-    return is_open and config.training.epochs is not None
+    return is_open and (config.training.epochs is not None or config.own_loop)
 
 
 def precision(config: RunConfig, environment: Environment) -> str:

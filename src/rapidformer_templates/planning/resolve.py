@@ -111,7 +111,8 @@ def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
     micro = request.sizes.micro_batch
     if micro > 1 and micro_follows(request.config):
         sizes = f"--global-batch-size {request.sizes.global_batch} / {request.sizes.data} data-parallel"
-        notes.append(f"micro batch {micro}: {sizes}, because a run by --epochs does not accumulate (RF006)")
+        why = "this loop gives none" if request.config.own_loop else "a run by --epochs does not accumulate (RF006)"
+        notes.append(f"micro batch {micro}: {sizes}, because {why}")
     if micro > 8 and micro % 8:
         notes.append(f"micro batch {micro}: multiples of 8 suit the matrix units better ({in_words('[S]')})")
     if not request.environment.has_device:

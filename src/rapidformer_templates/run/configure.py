@@ -6,14 +6,16 @@ import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.errors import ConfigError, Explained
+from rapidformer_templates.planning.config import RunConfig, in_code, spelling
 from rapidformer_templates.planning.environment import Environment, detect
 from rapidformer_templates.planning.flag_parser import parse
+from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.hub import prepare_config
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
@@ -34,7 +36,9 @@ def library_template(template: type[Template]) -> str:
     return next(c.__name__ for c in template.__mro__ if c.__module__ in homes)
 
 
-def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[str, tuple[object, str]]) -> RunConfig:
+def read_config(
+    template: type[Template], argv: Sequence[str], arguments: Mapping[str, tuple[object, str]]
+) -> RunConfig:
     """Return the configuration of a template. The command line overrides YAML, the script, and the template.
 
     Raises:
@@ -47,7 +51,7 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
         prog=_file(template) or "rapidformer",
         description=(template.__doc__ or "").strip().partition("\n")[0],
         user=template.Flags,
-        in_code=in_code,
+        in_code=arguments,
     )
     if "build_model" not in overridden_hooks(template):
         prepare_config(config.model)
@@ -64,6 +68,18 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
     if config.get("pipeline_stages") == AUTO_MEMORY:
         return _with_planned_layout(template, config, "pipeline_stages")
     return config
+
+
+@contextmanager
+def errors_in_code(template: type[Template], *, asked: bool) -> Iterator[None]:
+    """Let errors inside the context speak of arguments (``resume=True``), not of flags (``--resume``), if ``asked``."""
+    try:
+        yield
+    except Explained as error:
+        if asked:
+            kinds = (*SECTIONS.values(), *REGISTRY.options().values(), *([template.Flags] if template.Flags else []))
+            error.in_code = in_code(error.render(), kinds)
+        raise
 
 
 def complete_black_box(config: RunConfig) -> tuple[RunConfig, str]:

@@ -6,10 +6,11 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from rapidformer_templates.errors import counted
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.planning.environment import versions_of
 from rapidformer_templates.planning.plan import Plan
@@ -17,7 +18,7 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.folder import MetricsLine, RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.performance import Meter
 from rapidformer_templates.run.receipts import Measurements
-from rapidformer_templates.run.run import Run
+from rapidformer_templates.run.run import Best, Run
 from rapidformer_templates.run.steps import LOSS
 from rapidformer_templates.system.files import finite, write_json
 from rapidformer_templates.system.terminal import console, print_lines
@@ -117,7 +118,7 @@ def show_results(folder: RunFolder | None, summary: Summary) -> None:
     table = Table(title="results", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right", overflow="fold")  # a path that is cut off cannot be opened
-    table.add_row("steps", f"{summary['steps']:,} ({summary['epochs']:g} epochs)")
+    table.add_row("steps", f"{summary['steps']:,} ({counted(summary['epochs'], 'epoch')})")
     if summary["metrics"]:
         best, step = summary["best"], summary["metrics_step"]
         which = f"the best by {best['metric']}" if best and best["step"] == step else "the last one"
@@ -126,7 +127,7 @@ def show_results(folder: RunFolder | None, summary: Summary) -> None:
         table.add_row(name, f"{value:.4f}")
     rates = summary["throughput"]
     if rates:
-        spread = f" ± {rates['samples_per_second_sd']:,.1f}"
+        spread = f" ± {rates['samples_per_second_sd']:,.1f}" if "samples_per_second_sd" in rates else ""
         table.add_row("samples/s", f"{rates['samples_per_second']:,.1f}{spread}")
         if "tokens_per_second" in rates:
             table.add_row("tokens/s", f"{rates['tokens_per_second']:,.0f}")
@@ -136,7 +137,7 @@ def show_results(folder: RunFolder | None, summary: Summary) -> None:
     trained = f", {summary['trainable_parameters']:,} of them trained" if frozen else ""
     table.add_row("parameters", f"{summary['parameters']:,}{trained}")
     if folder:
-        draw_curves(folder)
+        draw_curves(folder, summary["best"])
         for name, path in (("metrics", folder.metrics), ("curves", folder.curves), ("exported model", folder.export)):
             if path.exists():
                 table.add_row(name, str(path))
@@ -154,11 +155,21 @@ def show_results(folder: RunFolder | None, summary: Summary) -> None:
 Points = list[tuple[int, float]]
 """(step, value) of a curve."""
 
-RATE = "samples per second"
+TRAINING, LOSSES, RATE, SPEED = "training", "loss", "learning rate", "samples per second"
+
+LEAST_SMOOTHED = 40
+"""Number of points from which on the training loss is also drawn as a moving average."""
+
+KEPT = 0.9
+"""Share of the moving average that remains at each point."""
 
 
-def curves_of(lines: Sequence[MetricsLine]) -> dict[str, dict[str, Points]]:
-    """Return the curves of ``metrics.jsonl`` by panel and label. Curves and panels without a point are left out."""
+def curves_of(lines: Sequence[MetricsLine], metric: str = LOSS) -> dict[str, dict[str, Points]]:
+    """Return the curves of ``metrics.jsonl`` by panel and label. Curves and panels without a point are left out.
+
+    Args:
+        metric: the metric that selects the best step. It has its own panel unless it is a loss.
+    """
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "loss" not in line and not is_test_line(line)]
     names = dict.fromkeys(name for line in evaluations for name in line if name == LOSS or name.endswith("/loss"))
@@ -166,39 +177,56 @@ def curves_of(lines: Sequence[MetricsLine]) -> dict[str, dict[str, Points]]:
     def points(lines: Sequence[MetricsLine], name: str) -> Points:
         return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
-    losses = {"training": points(steps, "loss")}
+    losses = {TRAINING: points(steps, "loss")}
     losses |= {
         "validation" if name == LOSS else name.removesuffix("/loss"): points(evaluations, name) for name in names
     }
-    panels = {"loss": losses, RATE: {RATE: points(steps, "samples_per_second")}}
+    panels = {LOSSES: losses, RATE: {RATE: points(steps, "lr")}, SPEED: {SPEED: points(steps, "samples_per_second")}}
+    if metric not in names:
+        panels = {LOSSES: losses, metric: {metric: points(evaluations, metric)}, **panels}
     with_points = {title: {label: c for label, c in curves.items() if c} for title, curves in panels.items()}
     return {title: curves for title, curves in with_points.items() if curves}
 
 
-def draw_curves(folder: RunFolder) -> None:
-    """Plot loss and throughput over the steps to ``curves.png``."""
+def smoothed(points: Points) -> Points:
+    """Return the exponential moving average of a curve, without a bias at its beginning."""
+    average, weight, result = 0.0, 0.0, []
+    for step, value in points:
+        average = KEPT * average + (1 - KEPT) * value
+        weight = KEPT * weight + (1 - KEPT)
+        result.append((step, average / weight))
+    return result
+
+
+def draw_curves(folder: RunFolder, best: Best | None = None) -> None:
+    """Plot losses, the metric that selects the best step, learning rate and throughput to ``curves.png``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = curves_of(read_metrics(folder.metrics))
+    panels = curves_of(read_metrics(folder.metrics), best["metric"] if best else LOSS)
     if not panels:
         return
     figure = Figure(figsize=(8, 3 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
+    title = folder.path.resolve().name
+    if best:
+        title += f": best {best['metric']} {best['value']:.4g} at step {best['step']:,}"
+    figure.suptitle(title, fontsize="medium", parse_math=False)
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
-        for label, points in curves.items():
-            is_dense = label in ("training", RATE) and len(points) > 1  # a line through one point is invisible
-            axes.plot(
-                *zip(*points, strict=True),
-                "-" if is_dense else "o-",
-                label=label,
-                linewidth=1,
-                color="tab:green" if title == RATE else None,
-            )
-        axes.set_ylabel(title)
+    for axes, (name, curves) in zip(all_axes, panels.items(), strict=True):
+        for number, (label, points) in enumerate(curves.items()):
+            is_dense = label in (TRAINING, RATE, SPEED) and len(points) > 1  # a line through one point is invisible
+            is_noisy = label == TRAINING and len(points) >= LEAST_SMOOTHED
+            style: dict[str, Any] = {"linewidth": 1, "color": "tab:green" if name == SPEED else f"C{number}"}
+            if is_noisy:
+                axes.plot(*zip(*points, strict=True), "-", alpha=0.3, **style)
+            shown = smoothed(points) if is_noisy else points
+            axes.plot(*zip(*shown, strict=True), "-" if is_dense else "o-", label=label, **style)
+        if best:
+            axes.axvline(best["step"], color="tab:red", linestyle=":", linewidth=1, label="best step")
+        axes.set_ylabel(name)
         axes.grid(alpha=0.3)
-        if title == RATE:
+        if name in (RATE, SPEED):
             axes.set_ylim(bottom=0)
         else:
             axes.legend()

@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.data.text.bad_lines import describe_skipped
 from rapidformer_templates.data.types import Endless
-from rapidformer_templates.errors import ConfigError, DataError, Interrupted
+from rapidformer_templates.errors import ConfigError, DataError, Interrupted, counted
 from rapidformer_templates.models.model_files import check_not_quantized
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import check_data_flags
@@ -162,7 +162,7 @@ def _check_launcher_flags(config: RunConfig) -> None:
     requested, started = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
     if requested is not None and started is not None and int(started) != requested:
         raise ConfigError(
-            f"the launcher has started {started} workers on this machine, not {requested}",
+            f"the launcher has started {counted(int(started), 'worker')} on this machine, not {requested}",
             where=f"--nproc-per-node ({config.origin('nproc_per_node')})",
             hint="leave the flag out: the launcher's own flag decides",
         )

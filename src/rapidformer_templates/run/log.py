@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -238,6 +238,51 @@ def numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
             yield name, float(value) if isinstance(value, float) else int(value)
 
 
+MAX_UNREAD = 1_000
+"""Number of steps after which :class:`Means` reads their values, so that they do not fill the memory."""
+
+
+class Means:
+    """Means over the steps since the last line of metrics. The host does not wait for the values of a step.
+
+    Values that are not finite do not count: fp16 skips such steps, and a step may have no answers of a kind.
+
+    Args:
+        sums: sum and number of values by name, at the position where the run continues.
+    """
+
+    def __init__(self, sums: Mapping[str, Sequence[float]]) -> None:
+        self._sums = sums
+        self._unread: list[Mapping[str, torch.Tensor]] = []
+
+    def add(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Add the scalars of a step by name."""
+        if len(self._unread) == MAX_UNREAD:
+            self.read()
+        self._unread.append(values)
+
+    def newest(self, name: str) -> torch.Tensor:
+        """Return the mean of the values that the host has not read, on the device."""
+        return torch.stack([values[name] for values in self._unread]).nanmean()
+
+    def read(self) -> dict[str, list[float]]:
+        """Return sum and number of values by name. They are added one by one, so that a resume changes no digit."""
+        sums = {name: list(pair) for name, pair in self._sums.items()}
+        for name in self._unread[-1] if self._unread else ():
+            pair = sums.setdefault(name, [0.0, 0.0])
+            for value in torch.stack([values[name] for values in self._unread]).tolist():
+                if math.isfinite(value):
+                    pair[0] += value
+                    pair[1] += 1
+        self._sums, self._unread = sums, []
+        return sums
+
+    def take(self) -> dict[str, float]:
+        """Return the means by name, and begin again. A mean without values is NaN."""
+        sums, self._sums = self.read(), {}
+        return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+
+
 class Progress:
     """Progress of the training steps: a bar on a terminal, otherwise a line per log, evaluation and checkpoint."""
 
@@ -255,11 +300,11 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         self._bar.__exit__(*exception)
 
-    def advance(self, loss: torch.Tensor) -> None:
+    def advance(self, means: Means) -> None:
         """Count one step. The loss is shown up to five times per second, on a GPU with a delay, without a wait."""
 
         def newest_loss() -> str:
-            copy = HostCopy(loss.reshape(1))
+            copy = HostCopy(means.newest("loss").reshape(1))
             for latest in (self._loss, copy):
                 if latest is not None and latest.has_arrived:
                     self._text = f"loss {latest.values()[0]:.4f}"

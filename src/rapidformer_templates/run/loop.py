@@ -17,7 +17,7 @@ from rapidformer_templates.run import watch
 from rapidformer_templates.run.evaluation import Validation
 from rapidformer_templates.run.hooks import states_of
 from rapidformer_templates.run.layer_grad_norms import LayerGradNorms
-from rapidformer_templates.run.log import Log
+from rapidformer_templates.run.log import Log, Means
 from rapidformer_templates.run.performance import DATA, EXCHANGE, REST, TRAIN, Meter, Profile
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.replica_check import ReplicaCheck
@@ -94,11 +94,13 @@ class Loop:
     replica_check: ReplicaCheck | None = None
     profile: Profile | None = None
     early_stop_reason: str | None = field(init=False, default=None)
+    _means: Means = field(init=False)
     _layer_grad_norms: LayerGradNorms | None = field(init=False, default=None)
     _evaluated_step: int = field(init=False, default=-1)
     _saved_step: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
+        self._means = Means(self.run.position.sums)
         if self.run.config.training.log_layer_grad_norms:
             self._layer_grad_norms = LayerGradNorms(self.run.engine)
         self._stop_if_patience_ended()  # a run that stopped early is complete, but a larger patience continues it
@@ -168,7 +170,7 @@ class Loop:
                 position.tokens += int(exchanged.tokens)
                 self.meter.step(int(exchanged.samples), int(exchanged.tokens))
                 run.notify("on_step_end", done, result)
-                self.log.progress.advance(result.loss)
+                self.log.progress.advance(self._means)
             if self.profile and self.profile.step_ends():
                 self.profile = None
 
@@ -258,6 +260,7 @@ class Loop:
             result = engine.step(microbatches, targets).run(self.schedule(step))
         if task and task.measures:
             result.measured = {**result.measured, **task.measured(workers)}
+        self._means.add({"loss": result.loss, **result.measured})
         if self._layer_grad_norms:
             result.measured = {**result.measured, **self._layer_grad_norms.measured()}
         return result
@@ -272,12 +275,13 @@ class Loop:
         clock.enter(phase_clock.EXCHANGE)  # the device may wait for other workers
         self._raise_pending_errors()
         clock.enter(LOGGING)
+        means = self._means.take()
         line = {
             "step": step + 1,
             "epoch": self.epoch,
-            "loss": float(result.loss),
+            **means,
             "grad_norm": float(result.grad_norm),
-            **{name: float(value) for name, value in result.measured.items()},
+            **{name: float(value) for name, value in result.measured.items() if name not in means},
             "lr": self.run.peak_lr * self.schedule(step),
             "samples": self.run.position.samples,
             "tokens": self.run.position.tokens,
@@ -320,6 +324,7 @@ class Loop:
         if self.checkpoints:
             self._raise_pending_errors()
             self.run.watch.enter(watch.SAVE, self._saved_step)
+            self.run.position.sums = self._means.read()
             self.checkpoints.save(is_last=is_last)
 
     def _wait_for_save(self, *, is_last: bool = False) -> None:

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
-from rapidformer_templates.errors import OutOfMemory, Refused, is_out_of_memory
+from rapidformer_templates.errors import OutOfMemory, Refused, counted, is_out_of_memory
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.plan import Plan
@@ -112,7 +112,7 @@ def explained(
         step = next_step(config, plan, resolve)
         return f"the next step that saves memory: {step}" if step else "more workers, or a smaller model"
 
-    return _converted(f"{' → '.join(plan.switches)} on {plan.sizes.world} workers", hint, f"worker {rank}")
+    return _converted(f"{' → '.join(plan.switches)} on {counted(plan.sizes.world, 'worker')}", hint, f"worker {rank}")
 
 
 def explained_without_plan(where: str, hint: str) -> AbstractContextManager[None]:
@@ -146,7 +146,7 @@ def explained_while_building(plan: Plan, rank: int, *, is_divided: bool) -> Abst
     if not is_divided:
         hint = "each worker builds the whole model: fewer workers per machine, a smaller model, or "
         hint += "--fsdp-memory-optimization, which divides it while it is built"
-    where = f"while the model is built, {' → '.join(plan.switches)} on {plan.sizes.world} workers"
+    where = f"while the model is built, {' → '.join(plan.switches)} on {counted(plan.sizes.world, 'worker')}"
     return _converted(where, lambda: hint, f"worker {rank}")
 
 

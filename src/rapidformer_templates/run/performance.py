@@ -94,7 +94,7 @@ class Meter:
             each = [samples / max(spent, 1e-9) for spent, samples, _ in self._rates]
             result |= {
                 "samples_per_second": round(sum(rate[1] for rate in self._rates) / seconds, 3),
-                "samples_per_second_sd": round(statistics.stdev(each), 3) if len(each) > 1 else 0.0,
+                **({"samples_per_second_sd": round(statistics.stdev(each), 3)} if len(each) > 1 else {}),
                 **_token_rate(sum(rate[2] for rate in self._rates), seconds),
                 "step_ms": round(seconds / len(self._rates) * 1000, 3),
             }

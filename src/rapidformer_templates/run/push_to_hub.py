@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, counted
 from rapidformer_templates.models.model_files import CONVERTED
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flag_values import TEST, mixture_of
@@ -133,7 +133,8 @@ def write_card(config: RunConfig, plan: Plan, summary: Summary, export: Path) ->
     sections = [
         f"# {name}",
         f"This model {origin}. rapidformer_templates {summary['versions']['rapidformer_templates']} trained it for "
-        f"{summary['steps']:,} steps ({summary['epochs']:g} epochs) with the task `{task or 'of a script'}`.",
+        f"{counted(summary['steps'], 'step')} ({counted(summary['epochs'], 'epoch')}) with the "
+        f"task `{task or 'of a script'}`.",
         f"## How to load it\n\n```python\n{_code(name, export, adapters, config.model.revision)}\n```",
         "## Metrics\n\n" + _table(("metric", "value"), {k: f"{v:.4f}" for k, v in summary["metrics"].items()}),
         "## Training data\n\n" + ("\n".join(f"- `{_public(s)}`" for s in _data_sets(config)) or "Data of a script."),

@@ -52,6 +52,8 @@ class Position:
         fingerprint: of the training samples. A resumed run must have the same.
         base: identity of the frozen weights under adapters, which are not in the checkpoint. None without adapters.
         stream: position in a stream of samples. None if the data is not a stream.
+        sums: sum and number of the values since the last line of metrics, by name. See
+            :class:`~rapidformer_templates.run.log.Means`.
         callbacks: states of the callbacks by name.
     """
 
@@ -65,6 +67,7 @@ class Position:
     fingerprint: Fingerprint = field(default_factory=dict)
     base: str | None = None
     stream: Bookmark | None = None
+    sums: dict[str, list[float]] = field(default_factory=dict)
     callbacks: CallbackStates = field(default_factory=dict)
 
     @property

@@ -14,7 +14,7 @@ from rapidformer_templates.data.loader import field_of
 from rapidformer_templates.data.order import PASSES
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import WithoutAverages
-from rapidformer_templates.errors import CheckpointError, StorageFailed
+from rapidformer_templates.errors import CheckpointError, StorageFailed, counted
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import sample_flags
 from rapidformer_templates.planning.hub import PRETRAINED
@@ -217,7 +217,7 @@ def restore_engine(reader: Reader, engine: Engine, config: RunConfig, workers: W
     # Other workers have other random streams. Seeding them with the step avoids repeating earlier numbers, and every
     # try to resume draws the same ones.
     seed_all(config.training.seed + 1 + workers.stream + int(reader.state["step"]) * workers.world)
-    by = f"{' × '.join(map(str, saved))} workers" if math.prod(saved) > saved[1] else f"{saved[1]} workers"
+    by = f"{' × '.join(map(str, saved))} workers" if math.prod(saved) > saved[1] else counted(saved[1], "worker")
     divided_alike = (saved[0], saved[2:]) == (workers.dimensions[0], workers.dimensions[2:])
     if config.launch.min_workers is not None and divided_alike:
         dropout = "dropout does not depend on them (--min-workers)"

@@ -16,7 +16,7 @@ from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import Order, SampleOrder, keep_apart
 from rapidformer_templates.data.streaming import StreamOrder
 from rapidformer_templates.data.types import Endless, SampleSet
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, counted
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flag_values import Epochs, Interval
 from rapidformer_templates.planning.metrics import Direction, direction_of, metric_name
@@ -82,7 +82,10 @@ def count_steps(run: Run) -> int:
         )
     if isinstance(training.train_iters, Epochs):
         steps = training.train_iters.steps(per_epoch)
-        say(run.workers, f"note       --train-iters {training.train_iters}: {steps:,} steps, {per_epoch:,} per epoch")
+        say(
+            run.workers,
+            f"note       --train-iters {training.train_iters}: {counted(steps, 'step')}, {per_epoch:,} per epoch",
+        )
         return steps
     return training.train_iters or per_epoch * (training.epochs or 1)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rapidformer_templates.data.finetuning.locating import steps_of
+from rapidformer_templates.errors import counted
 from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flag_values import Epochs
@@ -49,7 +50,7 @@ def _only_by_iterations(request: Request) -> list[Finding]:
     in_epochs = Epochs(f"{epochs}epochs")
     is_counted = not any(switch.order for switch in request.active.values())
     steps = steps_of(config, in_epochs, sizes.global_batch) if is_counted else None
-    note = f"in place of --epochs {epochs}" + (f": {steps:,} steps" if steps else "")
+    note = f"in place of --epochs {epochs}" + (f": {counted(steps, 'step')}" if steps else "")
     by_steps = add({"train_iters": in_epochs, "epochs": None}, note)
     if config.origin("epochs") == COMMAND_LINE and not request.environment.white_box:
         by_steps = dataclasses.replace(by_steps, describe=_command(request, by_steps.values))

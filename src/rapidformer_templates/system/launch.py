@@ -230,7 +230,7 @@ def report_error(error: BaseException) -> NoReturn:
     """Report a worker's error as :func:`report_errors` does, and exit. Any thread may call this."""
     lost = 0
     if isinstance(error, Explained):
-        text, status, lost = error.render(), error.exit_status, error.lost_workers
+        text, status, lost = str(error), error.exit_status, error.lost_workers
     else:
         text, status = "".join(traceback.format_exception(error)).rstrip(), 1
     path = os.environ.get(ERROR_FILE)

@@ -123,7 +123,7 @@ BROKEN = {
     "bad.jsonl": (b'{"text": "a"}\n{"text": \n{"text": "c"}\n', 2, "broken JSON: Expecting value"),
     "list.jsonl": (b'{"text": "a"}\n[1]\n{"text": "c"}\n', 2, "a line must hold a JSON object, not list"),
     "latin.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "c"}\n', 2, "the text is not UTF-8"),
-    "ragged.csv": (b"text,label\na,1\nb\nc,3\n", 3, "the line has 1 columns, the header has 2"),
+    "ragged.csv": (b"text,label\na,1\nb\nc,3\n", 3, "the line has 1 column, the header has 2"),
     "latin.csv": (b"text,label\na,1\nb,\xe9\nc,3\n", 3, "the text is not UTF-8"),
     "quotes.csv": (b'text,label\na,1\n"b"x,2\nc,3\n', 3, "broken quoting: ',' expected after '\"'"),
     "carriage.csv": (b"text,label\na,1\nb\rd,2\nc,3\n", 3, "a carriage return is not at the end of the line"),

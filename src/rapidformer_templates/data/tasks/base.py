@@ -90,6 +90,7 @@ class Task(ABC):
         columns: how the training part is read. It maps the flag that names a column (``text_column`` …) to that column,
             or to None if there is none, and holds other facts about columns that the task needs. Other rows are read
             the same way. None: nothing is known.
+        labels: the names of the classes, by their numbers. Set by :meth:`build_data`. Empty for tasks without classes.
         problem: the problem type of text labels, as transformers names it. None for tasks with only one kind of label.
         needs_reference: the loss compares the model with a reference model that is not trained.
         bad: the lines and rows that ``--skip-bad-lines`` left out. Set by :meth:`build_data`.
@@ -106,12 +107,12 @@ class Task(ABC):
     generates: ClassVar[bool] = False
     needs_prepass: bool = False
     measures: ClassVar[bool] = False
+    labels: Sequence[str] = ()
     problem: str | None = None
     needs_reference: bool = False
     state_fields: ClassVar[tuple[str, ...]] = ("columns",)
     columns: Mapping[str, Any] | None = None
     label_use: LabelUse | None = None
-    labels: list[str]
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -197,15 +198,14 @@ class Task(ABC):
         for name, task in zip(names, others, strict=True):
             self.bad.skipped += task.bad.skipped
             self.notes += [f"{name}: {note}" for note in task.notes]
-        labels = [getattr(task, "labels", None) for task in others]
+        labels = [task.labels for task in others]
         if any(other_labels != labels[0] for other_labels in labels):
             shown = "; ".join(
-                f"{name}: {', '.join(other_labels or ())}" for name, other_labels in zip(names, labels, strict=True)
+                f"{name}: {', '.join(other_labels)}" for name, other_labels in zip(names, labels, strict=True)
             )
             hint = "give them the same labels; a model's own labels (its config.json) serve for all"
             raise DataError(f"the sets of the mixture have different labels ({shown})", where="--data-name", hint=hint)
-        if labels[0] is not None:
-            self.labels = labels[0]
+        self.labels = labels[0]
         first = others[0].columns
         self.columns = first if all(task.columns == first for task in others) else None
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.errors import DataError, did_you_mean
+from rapidformer_templates.errors import DataError, counted, did_you_mean
 from rapidformer_templates.system.files import check_downloaded
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
         except StopIteration:
             return
         except csv.Error as error:
-            _note_record(header, path, start, *_explained(error), bad)
+            _note_record(header, path, start, *_explained(error, in_header=header is None), bad)
             continue
         span = range(start, reader.line_num + 1)
         not_utf8 = next((n for n in span if n in broken), None)
@@ -205,7 +205,7 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
             header = [cell.strip() for cell in cells]
             _check_header(header, path)
         elif cells and len(cells) != len(header):
-            bad.note(path, start, f"the line has {len(cells)} columns, the header has {len(header)}")
+            bad.note(path, start, f"the line has {counted(len(cells), 'column')}, the header has {len(header)}")
         elif delimiter == "\t" and any("\n" in cell and ("\t" in cell or len(cells) == 1) for cell in cells):
             reason = f"a quote joins {len(span)} lines, which may be rows"
             bad.note(path, start, reason, "give all lines the columns of the header, or write a .csv file")
@@ -213,10 +213,12 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
             yield start, dict(zip(header, cells, strict=True))
 
 
-def _explained(error: csv.Error) -> tuple[str, str]:
+def _explained(error: csv.Error, *, in_header: bool) -> tuple[str, str]:
     """Return why a record cannot be read, and what to do."""
     if "new-line" in str(error):
-        return "a carriage return is not at the end of the line", "convert the file: tr '\\r' '\\n'"
+        ends = "it ends the lines of an old file: convert the file with tr '\\r' '\\n'"
+        hint = ends if in_header else "put the text in quotes, or replace the carriage return"
+        return "a carriage return is not at the end of the line", hint
     is_open = "end of data" in str(error)
     reason = "a quoted field is never closed" if is_open else f"broken quoting: {error}"
     return reason, "double the quotes inside a quoted field"

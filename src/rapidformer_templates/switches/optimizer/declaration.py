@@ -28,7 +28,11 @@ class OptimizerFlags:
     """Acceleration"""
 
     optimizer: str = flag(
-        "adamw", "update rule and its implementation", choices=tuple(OPTIMIZERS), aliases={"optimizers": None}
+        "adamw",
+        "update rule and its implementation",
+        choices=tuple(OPTIMIZERS),
+        other="a script may return any optimizer of torch from build_optimizer()",
+        aliases={"optimizers": None},
     )
 
 

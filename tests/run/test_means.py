@@ -1,0 +1,145 @@
+"""A line of metrics has the mean of the steps since the line before it, under every engine and after a resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rapidformer_templates.errors import NonFiniteLoss
+from rapidformer_templates.run import log
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.run.log import Means
+from tests.support.dropout_runs import Died
+from tests.support.jobs import DeepJob
+from tests.support.lines import Line
+from tests.support.mixtures import MixtralJob
+from tests.support.parity import trained
+from tests.support.selection import by_default
+from tests.support.worker_pool import run_in_workers
+
+FLAGS = "--lr 1e-2 --train-iters 8 --micro-batch-size 2 --global-batch-size 8 --log-interval 3"
+LINES = [(0, 3), (3, 6), (6, 8)]
+"""The steps of each line: after the first one, up to the second one."""
+
+
+class Recorded(DeepJob):
+    """Keeps the values of each step."""
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        values = {"loss": result.loss, **result.measured}
+        self.steps = [*getattr(self, "steps", []), {name: float(value) for name, value in values.items()}]
+
+
+class RecordedMixture(Recorded, MixtralJob):
+    """Keeps the auxiliary losses of each step, too."""
+
+
+def means(workers: Any, flags: str, kind: type[Recorded]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    job = kind(f"{FLAGS} {flags}".split())
+    lines = [line for line in trained(job)["lines"] if "loss" in line]
+    return job.steps, lines
+
+
+def assert_means(steps: list[dict[str, float]], lines: list[dict[str, float]]) -> None:
+    assert len({step["loss"] for step in steps}) == 8
+    assert [line["step"] for line in lines] == [last for _, last in LINES]
+    for line, (first, last) in zip(lines, LINES, strict=True):
+        for name in steps[0]:
+            assert line[name] == pytest.approx(np.mean([step[name] for step in steps[first:last]]), rel=1e-12), name
+
+
+ENGINES = ["", "--fsdp-memory-optimization", "--zero-2-memory-optimization", "--pipeline-model-parallel-size 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("flags", by_default(["", "--pipeline-model-parallel-size 2"], ENGINES))
+def test_a_line_has_the_mean_loss_since_the_line_before_it(flags: str) -> None:
+    for steps, lines in run_in_workers(2, means, flags, Recorded):
+        assert_means(steps, lines)
+
+
+@pytest.mark.slow
+def test_auxiliary_losses_and_accumulated_steps_are_means_too() -> None:
+    steps, lines = means(None, "--moe-loss-coeff 0.01", RecordedMixture)
+    assert {"balance_loss", "z_loss"} < steps[0].keys()
+    assert_means(steps, lines)
+
+
+class Mortal(Line):
+    """Dies after a step."""
+
+    dies_after: int | None = None
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if step == self.dies_after:
+            raise Died
+
+
+@pytest.mark.parametrize("unread", [2, log.MAX_UNREAD])
+def test_a_resume_in_the_middle_of_an_interval_writes_the_same_means(
+    unread: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "MAX_UNREAD", unread)
+    flags = [
+        "--lr",
+        "0.1",
+        "--train-iters",
+        "10",
+        "--micro-batch-size",
+        "4",
+        "--log-interval",
+        "4",
+        "--save-interval",
+        "3",
+    ]
+    Mortal([*flags, "--save", str(tmp_path / "whole")]).fit()
+    killed = Mortal([*flags, "--save", str(tmp_path / "killed")])
+    killed.dies_after = 7  # the checkpoint of step 6 has half of the second line
+    with pytest.raises(Died):
+        killed.fit()
+    Mortal([*flags, "--save", str(tmp_path / "killed"), "--resume"]).fit()
+    whole, resumed = (
+        [(line["step"], line["loss"]) for line in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("whole", "killed")
+    )
+    assert whole == resumed
+    assert [step for step, _ in whole] == [4, 8, 10]
+
+
+class Infinite(Line):
+    """Has an infinite loss in step 2, which fp16 skips."""
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        self.losses = [*getattr(self, "losses", []), float(result.loss)]
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        loss = super().compute_loss(model, batch)
+        return loss * math.inf if len(getattr(self, "losses", [])) == 1 else loss
+
+
+def test_steps_that_are_not_finite_do_not_count(tmp_path: Path) -> None:
+    flags = ["--lr", "0.1", "--train-iters", "4", "--micro-batch-size", "4", "--log-interval", "4"]
+    job = Infinite([*flags, "--mixed-precision", "fp16", "--save", str(tmp_path / "run")])
+    job.fit()
+    assert not math.isfinite(job.losses[1])
+    (line,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert line["loss"] == pytest.approx(np.mean([job.losses[index] for index in (0, 2, 3)]), rel=1e-12)
+    with pytest.raises(NonFiniteLoss):
+        Infinite([*flags, "--no-save"]).fit()
+
+
+def test_a_mean_without_values_is_not_a_number() -> None:
+    means = Means({"loss": [5.0, 2.0]})
+    means.add({"loss": torch.tensor(float("nan")), "rewards/chosen": torch.tensor(float("inf"))})
+    assert means.read() == {"loss": [5.0, 2.0], "rewards/chosen": [0.0, 0.0]}
+    last = means.take()
+    assert last["loss"] == 2.5
+    assert math.isnan(last["rewards/chosen"])
+    means.add({"loss": torch.tensor(3.0)})
+    assert means.take() == {"loss": 3.0}
