@@ -131,7 +131,7 @@ def _switches_page(registry: Registry, pairs: Pairs) -> str:
         "Numbers refer to the catalogue. A switch under its own number is used alone, "
         f"and `optimizer` means `{spell(registry['optimizer'].on)}`.",
         table(["", *numbers], matrix),
-        "## What is refused",
+        "## Refused pairs",
         f"{count} of {all_pairs} pairs, by the rules that refuse them. A reason is *documented* in one of the "
         "[sources](#sources), *of a package* that the product builds on, or our *own*.",
         table(("rules", "source of the reason", "pairs", "which"), refused),

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rapidformer_templates.planning.config import to_yaml
+from rapidformer_templates.planning.config import COMMAND_LINE, to_yaml
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flag_values import Interval
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
@@ -51,7 +51,7 @@ def as_python(words: Sequence[str]) -> str:
     """Return the call of a template that does the same as a command."""
     config = parse(words, switch_options())
     template, _ = choose_template(REGISTRY.complete(config), REGISTRY)
-    given = {name: value for name, value in config.items() if config.origin(name) == "command line"}
+    given = {name: value for name, value in config.items() if config.origin(name) == COMMAND_LINE}
     workers = given.pop(FOR_WORKERS, None)
     position = _order(words)
     names = sorted(given.keys() - {"template"}, key=position)

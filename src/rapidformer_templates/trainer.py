@@ -63,14 +63,14 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def in_words_of_its_user(
+def with_errors_in_code(
     method: Callable[Concatenate[Trainer, P], T],
 ) -> Callable[Concatenate[Trainer, P], T]:
     """Let the errors of a method speak of arguments if the user gives the flags as arguments."""
 
     @wraps(method)
     def call(template: Trainer, *args: P.args, **named: P.kwargs) -> T:
-        with configure.errors_in_code(type(template), asked=template._has_arguments):
+        with configure.errors_in_code(type(template), enabled=template._has_arguments):
             return method(template, *args, **named)
 
     return call
@@ -158,7 +158,7 @@ class Trainer:
             argv = launch.program_arguments() if asks else []
         self.callbacks = checked_callbacks(callbacks)
         values = {name.replace("-", "_"): (value, where) for name, value in flags.items()}
-        with configure.errors_in_code(type(self), asked=self._has_arguments):
+        with configure.errors_in_code(type(self), enabled=self._has_arguments):
             self.config: RunConfig = configure.read_config(type(self), argv, values)
         self.flags: Any = self.config.user
 
@@ -280,7 +280,7 @@ class Trainer:
     # Members that the library uses.
 
     @cached_property
-    @in_words_of_its_user
+    @with_errors_in_code
     def plan(self) -> Plan:
         """The plan of the run.
 
@@ -331,7 +331,7 @@ class Trainer:
         """Share the data and the model of a run that begins. The library calls it."""
         self._run = self._model_run = run
 
-    @in_words_of_its_user
+    @with_errors_in_code
     def fit(self, workers: int | None = None) -> dict[str, Any]:
         """Train the model. Afterwards the program continues, and :attr:`model` is the trained model.
 
@@ -411,7 +411,7 @@ class Trainer:
     def model(self, model: nn.Module) -> None:
         self._model = model
 
-    @in_words_of_its_user
+    @with_errors_in_code
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Evaluate the model in this process and return its metrics. Before ``fit()`` the model is untrained.
 
@@ -424,7 +424,7 @@ class Trainer:
         """
         return inference.evaluate(self, self._single_process_run(), data)
 
-    @in_words_of_its_user
+    @with_errors_in_code
     def predict(
         self, samples: Any, *, batch_size: int = 8, max_new_tokens: int | None = None, temperature: float = 0.0
     ) -> Any:
@@ -536,7 +536,7 @@ def compose(
         Refused: the flags break rules. The error lists all of them.
         SystemExit: the workers that this process started have finished.
     """
-    with configure.errors_in_code(Trainer, asked=not argv):
+    with configure.errors_in_code(Trainer, enabled=not argv):
         template = template_of_session(model, optimizer, compute_loss, count_targets, argv, switches)
         if optimizer is not None:
             # Flags that only configure the library's optimizer have no effect, except those that a class takes.

@@ -207,7 +207,7 @@ def test_a_part_without_a_usable_row(load: Load, tmp_path: Path) -> None:
 
 
 def test_reasons_that_differ_only_in_numbers_count_as_one() -> None:
-    lines = ["a.csv:3: the line has 2 columns", "b.parquet, row 12: empty", "a.csv:9: the line has 4 columns", "odd"]
+    lines = ["a.csv:3: the line has 1 column", "b.parquet, row 12: empty", "a.csv:9: the line has 4 columns", "odd"]
     assert add_by_reason({}, lines) == {lines[0]: 2, lines[1]: 1, lines[3]: 1}
     assert add_by_reason({lines[0]: 2}, ["c.csv:1: the line has 7 columns"]) == {lines[0]: 3}
     assert (

@@ -25,7 +25,7 @@ from rapidformer_templates.data.indexed.tools import (
 from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.files import text_files
 from rapidformer_templates.data.text.preprocess import TITLES, PreprocessResult, preprocess, usable_cores
-from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.errors import ConfigError, DataError, counted
 from rapidformer_templates.models.model_files import (
     end_token_id,
     load_tokenizer,
@@ -33,7 +33,7 @@ from rapidformer_templates.models.model_files import (
     vocabulary_id,
     vocabulary_size,
 )
-from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.config import COMMAND_LINE, RunConfig, spelling
 from rapidformer_templates.system.files import to_json
 from rapidformer_templates.system.terminal import console
 
@@ -66,7 +66,7 @@ def tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerFast:
         kinds = [other for other, flags in TOKENIZER_FLAGS.items() if name in flags]
         hint = f"leave it out, or choose --tokenizer-type {' or '.join(kinds)}"
         raise ConfigError(f"{spelling(name)} has no effect on a {kind}", where=spelling(name), hint=hint)
-    return load_tokenizer(RunConfig().replace("command line", tokenizer_type=kind, **named))
+    return load_tokenizer(RunConfig().replace(COMMAND_LINE, tokenizer_type=kind, **named))
 
 
 def preprocess_main(options: argparse.Namespace) -> int:
@@ -107,7 +107,7 @@ def preprocess_main(options: argparse.Namespace) -> int:
 def _show_preprocessed(result: PreprocessResult, vocabulary: int) -> None:
     for key, prefix in result.prefix.items():
         documents, tokens, empty = result.documents[key], result.tokens[key], result.empty[key]
-        left_out = f"; {empty:,} empty document{'s' if empty > 1 else ''} left out" if empty else ""
+        left_out = f"; {counted(empty, 'empty document')} left out" if empty else ""
         print(f"{prefix}: {documents:,} documents, {tokens:,} tokens ({result.dtype}){left_out}")
     print(f"vocabulary: {vocabulary:,} tokens, padded to {padded_vocab_size(vocabulary):,} in the model")
     equal = (

@@ -26,7 +26,7 @@ from rapidformer_templates.data.finetuning.column_names import check_input_colum
 from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.errors import ConfigError, DataError, MistakeCollector
 from rapidformer_templates.models.model_files import check_model_files
-from rapidformer_templates.planning.config import RunConfig, subset_of_flags
+from rapidformer_templates.planning.config import COMMAND_LINE, RunConfig, subset_of_flags
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flag_values import TEST, mixture_of
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
@@ -77,7 +77,7 @@ class PredictOptions(FileFlags, GenerationFlags):
     @classmethod
     def split_from(cls, values: Values) -> PredictOptions:
         """Remove these options from the values of the command line."""
-        in_code = {f.name: (values.pop(f.name), "command line") for f in dataclasses.fields(cls) if f.name in values}
+        in_code = {f.name: (values.pop(f.name), COMMAND_LINE) for f in dataclasses.fields(cls) if f.name in values}
         options: PredictOptions = parse([], REGISTRY.options(), user=cls, in_code=in_code).user
         return options
 

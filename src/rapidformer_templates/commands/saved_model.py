@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rapidformer_templates.commands.export import step_to_export
 from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.config import COMMAND_LINE, RunConfig
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, check_values, parse, parse_words
 from rapidformer_templates.planning.flags import DataFlags, ModelFlags, flag
@@ -147,7 +147,7 @@ def template_of_script(
     of_the_run = values_of(saved.run, config.kinds())
     in_code = {name: of_the_run[name] for name in (of_the_run.keys() & names).difference(left_out)}
     in_code |= {name: (value, "the command") for name, value in more.items()}
-    in_code |= {name: (value, "command line") for name, value in values.items()}
+    in_code |= {name: (value, COMMAND_LINE) for name, value in values.items()}
     template.set_config(REGISTRY.merge_files(parse([], REGISTRY.options(), user=user, in_code=in_code)))
     idle = [note for note in unused_flags(type(template), template.config) if "(command line)" in note]
     if idle:

@@ -110,6 +110,10 @@ class RunConfig:
         return ((f.name, self.get(f.name)) for f in self.fields())
 
 
+COMMAND_LINE = "command line"
+"""The origin of values that the user has typed."""
+
+
 def spelling(name: str) -> str:
     """Return the flag of a field: ``micro_batch_size`` → ``--micro-batch-size``."""
     return "--" + name.replace("_", "-")
@@ -208,12 +212,12 @@ def to_yaml(config: RunConfig) -> str:
 
     Values of the script, of the template and of other files are left out, because a new run gets them from there again.
     """
-    file = f"{Path(config.launch.config).name}:" if config.launch.config else "command line"
+    file = f"{Path(config.launch.config).name}:" if config.launch.config else COMMAND_LINE
     settable = settable_by_files(config.kinds()) - {"config"}
     values = {
         name.replace("_", "-"): _plain(value)
         for name, value in config.items()
-        if name in settable and config.origin(name).startswith(("command line", file))
+        if name in settable and config.origin(name).startswith((COMMAND_LINE, file))
     }
     # Other characters than those of ASCII are escaped, because a terminal may not show them.
     return yaml.safe_dump(values, sort_keys=False, width=1000) if values else ""

@@ -19,6 +19,7 @@ from yaml.constructor import SafeConstructor
 
 from rapidformer_templates.errors import ConfigError, MistakeCollector, UnknownName
 from rapidformer_templates.planning.config import (
+    COMMAND_LINE,
     RunConfig,
     checked_value,
     field_types,
@@ -220,7 +221,7 @@ def parse(
     parser = build_parser(prog, switch_options.values(), user, description)
     options = [*SECTIONS.values(), *switch_options.values(), *([user] if user else [])]
     script = _by_field(in_code or {}, options, collector)
-    words = {name: (value, "command line") for name, value in parse_words(parser, argv, collector).items()}
+    words = {name: (value, COMMAND_LINE) for name, value in parse_words(parser, argv, collector).items()}
     command_line = _by_field(words, options, collector)
     path = command_line.get("config", script.get("config", (None, "")))[0]
     file: dict[str, SourcedValue] = {}
@@ -312,7 +313,7 @@ def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
         raise ConfigError(str(error), hint="rapidformer --help-all lists every flag") from error
     fields = {f.name: f for f in dataclasses.fields(options)}
     mistakes = MistakeCollector()
-    words = {name: (value, "command line") for name, value in vars(namespace).items()}
+    words = {name: (value, COMMAND_LINE) for name, value in vars(namespace).items()}
     values = {}
     for name, word in _by_field(words, [options], mistakes).items():
         with mistakes.collect():
@@ -384,7 +385,7 @@ def parse_words(parser: argparse.ArgumentParser, words: Sequence[str], mistakes:
     known = [name for action in parser._actions for name in action.option_strings]
     for name in dict.fromkeys(word.split("=")[0] for word in unknown if _FLAG.match(word)):
         hint = flag_hint(name, known) or _list_of_flags(parser)
-        mistakes.errors.append(UnknownName(f"unknown flag {name}", where="command line", hint=hint))
+        mistakes.errors.append(UnknownName(f"unknown flag {name}", where=COMMAND_LINE, hint=hint))
     return vars(namespace)
 
 
@@ -404,7 +405,7 @@ def check_values(values: Mapping[str, object], options: Iterable[type], mistakes
     for kind in options:
         for f in dataclasses.fields(kind):
             if f.name in values:
-                mistakes.run(checked_value, f, field_types(kind)[f.name], values[f.name], "command line")
+                mistakes.run(checked_value, f, field_types(kind)[f.name], values[f.name], COMMAND_LINE)
 
 
 def _list_of_flags(parser: argparse.ArgumentParser) -> str:

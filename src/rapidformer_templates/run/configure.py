@@ -71,12 +71,12 @@ def read_config(
 
 
 @contextmanager
-def errors_in_code(template: type[Template], *, asked: bool) -> Iterator[None]:
-    """Let errors inside the context speak of arguments (``resume=True``), not of flags (``--resume``), if ``asked``."""
+def errors_in_code(template: type[Template], *, enabled: bool) -> Iterator[None]:
+    """Let errors inside the context speak of arguments (``resume=True``), not of flags (``--resume``)."""
     try:
         yield
     except Explained as error:
-        if asked:
+        if enabled:
             kinds = (*SECTIONS.values(), *REGISTRY.options().values(), *([template.Flags] if template.Flags else []))
             error.in_code = in_code(error.render(), kinds)
         raise

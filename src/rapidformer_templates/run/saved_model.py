@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig, settable_by_files
+from rapidformer_templates.planning.config import COMMAND_LINE, RunConfig, settable_by_files
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import config_file
@@ -77,7 +77,7 @@ class SavedModel:
         """
         run_values = {name: value for name, value in self.values.items() if name in names}
         run_values["pretrained_model_name_or_path"] = (str(self.folder), "RUN")
-        now = {name: (value, "command line") for name, value in overrides.items() if value is not None}
+        now = {name: (value, COMMAND_LINE) for name, value in overrides.items() if value is not None}
         if "task" not in run_values | now:
             run_values["task"] = (_task_of(self.folder), "the folder")
         return REGISTRY.merge_files(parse([], REGISTRY.options(), user=user, in_code={**run_values, **now}))

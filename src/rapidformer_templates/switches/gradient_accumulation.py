@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.errors import counted
 from rapidformer_templates.planning.checks import shown
-from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.config import COMMAND_LINE, spelling
 from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.switch import (
     Example,
@@ -67,9 +67,6 @@ def _only_by_iterations(request: Request) -> list[Finding]:
             ),
         )
     ]
-
-
-COMMAND_LINE = "command line"
 
 
 def _command(request: Request, values: Mapping[str, object]) -> str:

@@ -23,7 +23,7 @@ from rapidformer_templates.commands.convert.reader import (
     shown,
 )
 from rapidformer_templates.commands.convert.shell import arguments_of_script
-from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
+from rapidformer_templates.errors import ConfigError, RapidformerError, Refused, counted
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
 from rapidformer_templates.planning.environment import DEVICE_KINDS, OPTIONAL_PACKAGES
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed, positive
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
             print(text, end="")
             sys.stdout.flush()
         refusal, packages = refusal_of(target, result.workers, arguments.device_kind)
-    workers = f"{result.workers} worker{'s' if result.workers > 1 else ''}"
+    workers = counted(result.workers, "worker")
     if refusal is not None:
         print(f"The plan for {workers} does not resolve yet:", refusal.render(), sep="\n", file=sys.stderr)
         return refusal.exit_status

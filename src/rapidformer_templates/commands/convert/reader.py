@@ -137,7 +137,7 @@ class Conversion:
         self._add_defaults([section_of(section) for section in RULES[name]], values.keys())
 
     def _flattened(self, values: Mapping[str, Value], prefix: str = "") -> Iterator[tuple[str, Value]]:
-        """Yield keys with dots and their values. A mapping with a rule of its own stays whole."""
+        """Yield keys with dots and their values. A mapping that has a rule stays whole."""
         for name, value in values.items():
             key = prefix + (name.removeprefix("fsdp_") if prefix == "fsdp_config." else name)
             value = (self.options.read(value) or value) if key == "fsdp_config" and isinstance(value, str) else value

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.errors import DataError, counted
 
 LISTED = 5
 """Number of bad lines that an error shows."""
@@ -19,8 +19,8 @@ MAX_COUNTED = 100_000
 ADVICE = "fix the line, or skip such lines with --skip-bad-lines"
 
 _ENTRY = re.compile(r"(?P<where>.*?(?::\d+|, row \d+)): (?P<reason>.*)", re.DOTALL)
-_NUMBER = re.compile(r"('[^']*')|\d+")
-"""A number outside of quotes. Quoted values are names of columns and labels."""
+_NUMBER = re.compile(r"('[^']*')|\d+(?:( \w+?)s?\b)?")
+"""A number outside of quotes, with the noun after it. Quoted values are names of columns and labels."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ def add_by_reason(counts: Mapping[str, int], skipped: Iterable[str]) -> dict[str
 def describe_skipped(counts: Mapping[str, int]) -> str:
     """Return how many lines were left out, and a line for each reason with its first line. Most frequent first."""
     total = sum(counts.values())
-    lines = [f"left out {total:,} row{'s' if total > 1 else ''} that cannot be used"]
+    lines = [f"left out {counted(total, 'row')} that cannot be used"]
     for first, count in sorted(counts.items(), key=lambda item: -item[1]):
         matched = _ENTRY.fullmatch(first)
         reason = f"{matched['reason']} (first: {matched['where']})" if matched else first
@@ -111,4 +111,4 @@ def _kind_of(entry: str) -> str:
 
 
 def _without_numbers(reason: str) -> str:
-    return _NUMBER.sub(lambda number: number[1] or "N", reason)
+    return _NUMBER.sub(lambda number: number[1] or f"N{number[2] or ''}", reason)
