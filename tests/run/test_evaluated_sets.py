@@ -53,7 +53,7 @@ def train(workers: Any, flags: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rapidformer_templates.run.console.draw_curves", lambda folder: None)
+    monkeypatch.setattr("rapidformer_templates.run.console.draw_curves", lambda folder, best: None)
 
 
 @pytest.fixture(scope="module")

@@ -233,7 +233,7 @@ class Task(ABC):
         Raises:
             ModelError: the head depends on labels, and the data that name them were not read.
         """
-        if type(self).config_overrides is not Task.config_overrides and not hasattr(self, "labels"):
+        if type(self).config_overrides is not Task.config_overrides and not self.labels:
             raise ModelError(
                 f"the model of --task {self.name} has a head for the labels that the task's own data name",
                 where="build_model()",
@@ -326,7 +326,8 @@ class Task(ABC):
 
     def decisions(self) -> Record:
         """Return the attributes named in ``state_fields`` that the data have set, as plain values."""
-        return {name: getattr(self, name) for name in self.state_fields if getattr(self, name, None) is not None}
+        state = {name: getattr(self, name, None) for name in self.state_fields}
+        return {name: value for name, value in state.items() if value not in (None, ())}
 
     # Prediction: rows outside of any data set, for a trained model.
 
