@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from rapidformer_templates.models.adapters import SUMMED, fingerprint
-from rapidformer_templates.system.process_state import measured_peak, return_freed_memory
+from tests.support.allocations import measured_allocations
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -20,11 +18,9 @@ def test_all_bits_of_a_tensor_are_summed(odd: int) -> None:
     assert fingerprint(values).split()[-2] == str(total)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 def test_a_fingerprint_needs_less_memory_than_its_tensor() -> None:
     values = torch.ones(24 << 20)
     fingerprint(values)
-    return_freed_memory()
-    with measured_peak(torch.device("cpu")) as peak:
+    with measured_allocations() as allocations:
         fingerprint(values)
-    assert peak.host < 0.6 * values.nbytes
+    assert 0 < allocations.peak < 0.6 * values.nbytes

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.stand_in_host import ROOM, StandInHost
@@ -31,6 +30,7 @@ from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.switches.offload_activations.offloader import Offloader
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from rapidformer_templates.system.workers import Workers
+from tests.support.allocations import measured_allocations
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
 from tests.support.selection import by_default
 
@@ -121,14 +121,9 @@ def test_live_storages_are_what_the_allocator_gave(name: str) -> None:
     with LiveStorages([*model.parameters(), *model.buffers()]) as live:
         real_step(model, Variant(4))
     model.zero_grad()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with measured_allocations() as allocations:
         real_step(model, Variant(4))
-    changes = [(e.start_ns(), e.nbytes()) for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    alive = peak = 0
-    for _, size in sorted(changes):
-        alive += size
-        peak = max(peak, alive)
-    assert live.peak == pytest.approx(peak, abs=4096)
+    assert live.peak == pytest.approx(allocations.peak, abs=4096)
 
 
 def test_a_resized_storage_counts_with_its_new_size() -> None:
