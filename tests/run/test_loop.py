@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from rapidformer_templates import Data, Finetuner
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, RapidformerError
@@ -18,7 +19,9 @@ from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.folder import read_metrics
+from tests.support import jobs
 from tests.support.lines import FLAGS, Line
+from tests.support.parity import trained
 
 
 @pytest.mark.slow
@@ -124,6 +127,32 @@ def test_loss_as_sum_and_count_is_the_mean(tmp_path: Path) -> None:
         kind([*FLAGS, "--epochs", "2", "--save", str(tmp_path / kind.__name__)]).fit()
         curves.append([line["loss"] for line in read_metrics(tmp_path / kind.__name__ / "metrics.jsonl")])
     assert curves[0] == pytest.approx(curves[1], rel=1e-6)
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.5])
+
+
+class Weighted(jobs.ClassJob):
+    double = True
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return cross_entropy(logits, batch["labels"], weight=CLASS_WEIGHTS.double())
+
+
+class CountedWeights(Weighted):
+    def count_targets(self, batch: Any) -> float:
+        return float(CLASS_WEIGHTS[batch["labels"]].sum())
+
+
+def test_class_weights_that_are_counted_do_not_depend_on_the_micro_batch() -> None:
+    flags = ["--lr", "1e-2", "--train-iters", "4", "--global-batch-size", "16", "--log-interval", "1"]
+    whole, counted, uncounted = (
+        trained(kind([*flags, "--micro-batch-size", str(size)]))["curve"]
+        for kind, size in ((Weighted, 16), (CountedWeights, 2), (Weighted, 2))
+    )
+    assert np.allclose(counted, whole, rtol=1e-12)
+    assert not np.allclose(uncounted, whole, rtol=1e-3)
 
 
 def test_other_count_than_count_targets_is_refused() -> None:
