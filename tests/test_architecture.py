@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -128,11 +127,6 @@ def test_rooms_know_no_switch_by_name() -> None:
     assert {name: named for name, path in others.items() if (named := _named_in(path))} == {}
 
 
-def test_module_that_may_name_a_switch_does() -> None:
-    naming = [str(path.relative_to(SOURCE)) for path in MODULES if _named_in(path)]
-    assert [name for name in NAMING if not any(module.startswith(name) for module in naming)] == []
-
-
 def test_loop_and_templates_import_no_backend() -> None:
     imported = [(name, module) for name in NEUTRAL for module in _imports(SOURCE / name)]
     assert [(name, module) for name, module in imported if module.startswith(BACKENDS)] == []
@@ -228,34 +222,6 @@ def test_a_folder_of_a_switch_declares_it() -> None:
     assert [folder for folder, declaration in declarations.items() if not declaration.SWITCHES] == []
 
 
-def _glossary() -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return where each word in a table of CONTRIBUTING.md may be used in a name. Terms of two words come first."""
-    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Words in names\n")[2]
-    text = section.partition("Other words replace")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][1:]
-    terms = {tuple(word.lower().split()): tuple(re.findall("`([^`]+)`", where)) for word, _, where in rows}
-    return dict(sorted(terms.items(), key=lambda item: -len(item[0])))
-
-
-GLOSSARY = _glossary()
-STEMS = {form: term for term in {t for terms in GLOSSARY for t in terms}
-         for form in (term, f"{term}s", f"{term}ed", f"{term}d", f"{term}ing", f"{term[:-1]}ing")}  # fmt: skip
-
-
-@cache
-def _terms_in(name: str) -> list[tuple[str, ...]]:
-    """Return the glossary words in a name from the code, with any ending."""
-    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
-    words = [STEMS.get(word, word) for word in words]
-    terms = []
-    for term in GLOSSARY:
-        for begin in range(len(words)):
-            if tuple(words[begin : begin + len(term)]) == term:
-                terms.append(term)
-                words[begin : begin + len(term)] = [""] * len(term)
-    return terms
-
-
 ATTRIBUTES_OF_OTHERS = {
     "transformers": "chat_template config loss_type name_or_path pad_token _is_hf_initialized nf use_cache",
     "configurations": "architectures auto_mapping base_model_name_or_path inference_mode num_hidden_layers "
@@ -275,21 +241,6 @@ ATTRIBUTES_OF_OTHERS = {
     "functions": "acting_flags _rapidformer_replacement",
 }
 """Attributes that modules set on objects of other libraries, which read them, and on functions."""
-SETATTR = {
-    "compat/arguments.py": "a namespace of arguments",
-    "data/tasks/base.py": "its own fields",
-    "engines/recomputation.py": "buffers of a norm, which are put back",
-    "models/blocks.py": "the shape of a quantized parameter: codes are copied and moved without their module",
-    "models/loading.py": "a configuration",
-    "switches/auto_strategy/model_of_flags.py": "a configuration",
-    "switches/fused_loss/transform.py": "its own methods",
-    "switches/layout/tensor.py": "sizes of transformers' modules",
-    "switches/layout/tracing.py": "it removes a mark",
-    "switches/lora/exported.py": "parameters of a layer",
-    "switches/mixture_of_experts/transform.py": "a configuration, which is exported",
-    "system/replaced_functions.py": "the function that it replaces",
-}
-"""Modules that call ``setattr``, and what it sets."""
 
 
 def _declared_in_classes(path: Path) -> Iterator[str]:
@@ -320,14 +271,6 @@ def test_no_fact_is_pinned_on_an_object() -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not _is_self(node.value)
     }
     assert {use for use in assigned if use[1] not in declared | theirs} == set()
-    assert theirs - {name for _, name in assigned} == set()
-    calls = {
-        str(path.relative_to(SOURCE))
-        for path in MODULES
-        for node in _nodes(path)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr"
-    }
-    assert calls == SETATTR.keys()
 
 
 @pytest.mark.parametrize("kind", [Building, EngineOptions])
@@ -354,59 +297,6 @@ def test_a_switch_imports_another_one_only_for_a_reason() -> None:
     assert pairs == SIDEWAYS.keys()
 
 
-CHECKS_NAMING = {
-    "frozen_parameters:_adapters_decide": "which of the two switches decides what is frozen",
-    "fsdp:_options_need_fsdp": "the precision, which every engine computes in",
-    "layout:_experts_divide": "experts cannot be divided if there are none",
-    "lora:_codes_divided": "quantized experts, which only divided experts cannot read",
-    "lora:_half_of_what": "the precision, which every engine computes in",
-    "lora:_notes": "adapters of experts are larger",
-    "nvme_offload:_needs_zero_3": "NVMe offload is a part of ZeRO-3",
-    "offload_activations:_notes": "what is recomputed is not offloaded",
-    "onnx_runtime:_sixteen_bits_on_cpu": "the precision, which every engine computes in",
-    "optimizer:_sharding": "which parts of a parameter an optimizer gets",
-    "torch_compile:_checkpointed_experts": "an exclusion of three switches, declared by the newest",
-    "torch_compile:_frozen_in_shards": "an exclusion of three switches, declared by the newest",
-    "torch_compile:_shapes": "the number of graphs",
-    "zero:_deepspeed_is_there": "with a layout, this library divides the states itself",
-    "zero:_pipeline_inside_deepspeed": "a file for DeepSpeed's own pipeline",
-}
-"""Functions of a declaration that name another switch or its flag, and why. A pair is data: ``excludes``."""
-
-
-def test_a_check_names_another_switch_only_for_a_reason() -> None:
-    owners = {
-        name: switch.options.__module__.removeprefix(f"{SOURCE.name}.switches.").split(".")[0]
-        for switch in REGISTRY.switches
-        for name in {switch.name, *switch.fields} - EVERYDAY
-    }
-    naming = set()
-    for path in (path for path in MODULES if _room(path) == "switches"):
-        here = path.relative_to(SOURCE / "switches").with_suffix("").parts[0]
-        for function in (node for node in _nodes(path) if isinstance(node, ast.FunctionDef)):
-            texts = {node.value for node in ast.walk(function) if isinstance(node, ast.Constant)}
-            others = [name for name, owner in owners.items() if owner != here and name in texts]
-            plans = any(argument.arg == "request" for argument in function.args.args)
-            if others and plans and here != "auto_strategy":
-                naming.add(f"{here}:{function.name}")
-    assert naming == CHECKS_NAMING.keys()
-
-
-ONNX = {
-    "commands/doctor.py": "how to install packages",
-    "planning/environment.py": "names and versions of packages",
-    "planning/general_rules.py": "the only other switch that captures the graph, in the example of their rule",
-    "run/console.py": "packages whose versions a run prints",
-}
-"""Modules outside of its folder that mention ONNX Runtime, and why."""
-
-
-def test_onnx_runtime_is_mentioned_only_in_its_folder() -> None:
-    texts = {str(path.relative_to(SOURCE)): path.read_text(encoding="utf-8").lower() for path in MODULES}
-    outside = {name for name, text in texts.items() if "onnx" in text and "switches/onnx_runtime" not in name}
-    assert outside == ONNX.keys()
-
-
 NAMED_TWICE = {"Finetuner"}
 """``compat/rapidformer.py`` has the class names of the scripts that it runs."""
 
@@ -414,42 +304,3 @@ NAMED_TWICE = {"Finetuner"}
 def test_a_class_name_exists_once() -> None:
     classes = Counter(node.name for path in MODULES for node in _nodes(path) if isinstance(node, ast.ClassDef))
     assert {name for name, count in classes.items() if count > 1} == NAMED_TWICE
-
-
-def _definitions(path: Path) -> Iterator[str]:
-    yield path.parent.name if path.stem == "__init__" else path.stem
-    for node in _nodes(path):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node.name
-
-
-@cache
-def _uses() -> tuple[tuple[tuple[str, ...], str, str], ...]:
-    """Return (word of the glossary, module, name) for all names that contain one."""
-    names = [(str(path.relative_to(SOURCE)), name) for path in MODULES for name in _definitions(path)]
-    return tuple((term, module, name) for module, name in names for term in _terms_in(name))
-
-
-@pytest.mark.slow
-def test_names_use_words_as_the_glossary_says() -> None:
-    elsewhere = [use for use in _uses() if not any(_lies_in(use[1], where) for where in GLOSSARY[use[0]])]
-    assert elsewhere == []
-
-
-@pytest.mark.slow
-def test_the_glossary_names_no_room_in_vain() -> None:
-    used = {(term, module) for term, module, _ in _uses()}
-    listed = [(term, where) for term, rooms in GLOSSARY.items() for where in rooms]
-    assert listed
-    assert [(term, where) for term, where in listed if not any(t == term and _lies_in(m, where) for t, m in used)] == []
-
-
-def test_words_of_the_glossary_are_seen_in_names() -> None:
-    assert _terms_in("_needs_a_zero_stage") == [("zero", "stage")]
-    assert _terms_in("TensorPlan") == [("tensor", "plan")]
-    assert _terms_in("placed_by_StageCuts") == [("stage",), ("cut",), ("place",)]
-    assert _terms_in("replacement") == []
-
-
-def _lies_in(module: str, where: str) -> bool:
-    return module == where or module.startswith(f"{where}/")
