@@ -31,11 +31,11 @@ check: $(VENV)/.installed-dev  ## lint, format, types, and the quick tests that 
 	$(LINT)
 	$(PYTEST) -m "not slow and not distributed and not deepspeed and not docs and not longer and not exhaustive"
 
-test: $(VENV)/.installed-dev  ## lint, format, types and the tests, including docs-test
+test: $(VENV)/.installed-dev  ## lint, format, types, and the tests that one needs to trust a change
 	$(LINT)
 	$(PYTEST) --durations-file=build/durations.json
 
-test-longer: $(VENV)/.installed-dev  ## further cases of these tests, and the commands of the benchmarks
+test-longer: $(VENV)/.installed-dev  ## further cases of these tests, docs-test, the rehearsal, benchmarks and scripts
 	$(PYTEST) -m longer $(if $(DEADLINE),--deadline $(DEADLINE))
 
 docs-test: $(VENV)/.installed-dev  ## only the tests of the site, the notebook, the examples and the pages of the manual

@@ -67,6 +67,20 @@ TWO_AT_MOST = (
 That process must have more to do than the other one, which runs the last of these files when its own are done.
 """
 
+LONGER = (
+    "tests/benchmarks/",
+    "tests/docs/test_examples.py",
+    "tests/docs/test_notebook.py",
+    "tests/docs/test_pages_in_order.py",
+    "tests/docs/test_site.py",
+    "tests/rehearsal/",
+    "tests/scripts/",
+)
+"""The site, the walk through the manual, the stand-in device, and the benchmarks and scripts of a checkout.
+
+``make test-longer`` runs them, ``make test`` does not.
+"""
+
 WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -100,8 +114,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneDrivesWorkers(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the tests that start four workers, because they take longest."""
+    """Mark what runs later. Start with the tests that start four workers, because they take longest."""
+    for item in items:
+        if item.path.relative_to(ROOT).as_posix().startswith(LONGER):
+            item.add_marker("longer")
     items.sort(key=lambda item: not _drives_four(item.path))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rapidformer_templates import OptimizerSpec
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.run.checkpoint import format as checkpoint
@@ -57,13 +58,27 @@ def test_the_count_sees_a_host_that_reads() -> None:
     assert all(count >= 2 for count in reads[1:])  # loss and norm, in every step of a run on a CPU
 
 
-@pytest.mark.parametrize("flags", [[], ["--mixed-precision", "fp16"], ["--clip-grad", "0"]], ids=str)
-def test_unread_steps_are_those_that_are_read(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+class Descending(Line):
+    """Its updates grow with the gradient, unlike those of Adam."""
+
+    def build_optimizer(self) -> OptimizerSpec:
+        return OptimizerSpec(torch.optim.SGD, {"lr": 0.01, "fused": True})
+
+
+FP16 = ["--mixed-precision", "fp16"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"), [(Line, []), (Line, FP16), (Line, ["--clip-grad", "0"]), (Descending, FP16)], ids=str
+)
+def test_unread_steps_are_those_that_are_read(
+    kind: type[Line], flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = []
     for is_ahead in (False, True):
         with monkeypatch.context() as patch:
             patch.setattr(SingleEngine, "_supports_async_step", lambda self, is_ahead=is_ahead: is_ahead)
-            job = Line([*FLAGS, *flags, "--train-iters", "10", "--no-save"])
+            job = kind([*FLAGS, *flags, "--train-iters", "10", "--no-save"])
             job.fit()
         runs.append(job)
     for one, other in zip(*(job.results for job in runs), strict=True):
