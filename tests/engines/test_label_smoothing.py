@@ -1,4 +1,4 @@
-"""Label smoothing under engines and switches equals one process with torch's own argument."""
+"""Label smoothing in one process equals torch's own argument. ``test_features_of_a_step.py`` has the engines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from rapidformer_templates.planning.environment import installed_packages
 from tests.support.jobs import DeepJob
 from tests.support.parity import Trained, trained
-from tests.support.selection import by_default, selected
-from tests.support.worker_pool import run_in_workers
+from tests.support.selection import by_default
 
 SHARE = 0.2
 STEPS = "--task causal_lm --train-iters 4 --global-batch-size 8 --clip-grad 0.5 --log-interval 1 --no-export-model"
@@ -23,16 +21,6 @@ ALONE = {
     "fused": "--micro-batch-size 8 --fused-linear-cross-entropy",
     "compiled": "--micro-batch-size 8 --torch-compile aot_eager",
 }
-TWO = {
-    "ddp": "--micro-batch-size 4",
-    "fsdp": "--micro-batch-size 2 --fsdp-memory-optimization --fused-linear-cross-entropy",
-    "tensor": "--micro-batch-size 4 --tensor-model-parallel-size 2",
-    "pipeline": "--micro-batch-size 2 --pipeline-model-parallel-size 2",
-}
-if "deepspeed" in installed_packages():
-    TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
-SHORT = ("fsdp", "tensor", "pipeline")
-"""Layouts that run by default: with the fused loss, with a divided vocabulary, and with a loss on the last stage."""
 
 
 def run(flags: str) -> Trained:
@@ -67,22 +55,3 @@ def test_one_process_computes_torchs_smoothed_loss(name: str, wanted: Trained) -
 def test_without_the_flag_it_is_another_loss(wanted: Trained) -> None:
     plain = run(f"{STEPS} {ALONE['plain']} --train-iters 1")
     assert abs(plain["curve"][0][1] - wanted["curve"][0][1]) > 0.01  # the norm of the gradient
-
-
-def _all(workers: Any, layouts: list[str]) -> dict[str, Trained]:
-    return {layout: run(f"{STEPS} {ON} {TWO[layout]}") for layout in layouts}
-
-
-@pytest.fixture(scope="module")
-def together(request: pytest.FixtureRequest) -> list[dict[str, Trained]]:
-    """The runs of two workers by rank."""
-    return run_in_workers(2, _all, selected(request, "layout"))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", by_default(SHORT, TWO))
-def test_two_workers_compute_torchs_smoothed_loss(
-    layout: str, together: list[dict[str, Trained]], wanted: Trained
-) -> None:
-    for runs in together:
-        assert_follows(runs[layout], wanted)

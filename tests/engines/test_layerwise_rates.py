@@ -1,4 +1,4 @@
-"""Layer-wise decay of the learning rate: the rate of each parameter, which is the same under every engine.
+"""Layer-wise decay of the learning rate: the rate of each parameter. ``test_features_of_a_step.py`` has the engines.
 
 The layers follow the forward: OPT declares its final norm before its blocks, DeBERTa its relative embeddings after.
 """
@@ -37,25 +37,17 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
 from tests.support.jobs import VOCABULARY, DeepJob
 from tests.support.parity import Trained, trained
-from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 DECAY, PEAK = 0.5, 1e-2
 STEPS = f"--train-iters 4 --global-batch-size 8 --log-interval 1 --no-export-model --lr {PEAK}"
 ON = f"--layerwise-lr-decay {DECAY}"
 TWO = {
-    "ddp": "--micro-batch-size 4",
     "fsdp": "--micro-batch-size 4 --fsdp-memory-optimization",
     "distributed": "--micro-batch-size 4 --use-distributed-optimizer",
-    "tensor": "--micro-batch-size 8 --tensor-model-parallel-size 2",
-    "pipeline": "--micro-batch-size 4 --pipeline-model-parallel-size 2",
 }
-if "fairscale" in installed_packages():
-    TWO["oss"] = "--micro-batch-size 4 --oss-memory-optimization"
 if "deepspeed" in installed_packages():
-    TWO |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
-SHORT = ("tensor", "pipeline", "distributed", "zero-2")
-"""Layouts that run by default. ``test_two_workers_find_the_same_depths`` has FSDP and ZeRO-3."""
+    TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 32}
 T5 = {
@@ -211,11 +203,8 @@ class OptByHand(OptJob):
         return OptimizerSpec(torch.optim.AdamW, {"lr": PEAK, "weight_decay": 0.01}, options)
 
 
-OF_OPT = [name for name in ("fsdp", "zero-3", "distributed") if name in TWO]
-
-
 def _opt(workers: Any) -> dict[str, Trained]:
-    return {name: run(OptJob, f"{ON} {TWO[name]}") for name in OF_OPT}
+    return {name: run(OptJob, f"{ON} {flags}") for name, flags in TWO.items()}
 
 
 @pytest.mark.distributed
@@ -225,20 +214,3 @@ def test_two_workers_find_the_same_depths() -> None:
     for runs in run_in_workers(2, _opt):
         for found in runs.values():
             assert_follows(found, wanted)
-
-
-def _all(workers: Any, layouts: list[str]) -> dict[str, Trained]:
-    return {layout: run(DeepJob, f"{ON} {TWO[layout]}") for layout in layouts}
-
-
-@pytest.fixture(scope="module")
-def together(request: pytest.FixtureRequest) -> list[dict[str, Trained]]:
-    """The runs of two workers by rank."""
-    return run_in_workers(2, _all, selected(request, "layout"))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", by_default(SHORT, TWO))
-def test_two_workers_follow_one(layout: str, together: list[dict[str, Trained]], wanted: Trained) -> None:
-    for runs in together:
-        assert_follows(runs[layout], wanted)

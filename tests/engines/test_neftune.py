@@ -1,4 +1,7 @@
-"""NEFTune: which noise is added where. Workers, micro batches and resumes do not change it."""
+"""NEFTune: which noise is added where. Micro batches and resumes do not change it.
+
+``test_features_of_a_step.py`` has the engines.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,15 @@ from transformers.integrations.neftune import activate_neftune
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.embedding_noise import add_noise, keys_of, rows_of, uniform
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.planning.environment import installed_packages
 from tests.support.jobs import VOCABULARY, DeepJob
 from tests.support.parity import Trained, trained
 from tests.support.requests import codes
-from tests.support.selection import by_default, selected
-from tests.support.worker_pool import run_in_workers
 
 SEED, ALPHA = 1234, 20.0
 STEPS = (
     f"--train-iters 4 --global-batch-size 8 --clip-grad 0.5 --log-interval 1 --no-export-model --lr 1e-3 --seed {SEED}"
 )
 ON = f"--neftune-alpha {ALPHA}"
-TWO = {
-    "ddp": "--micro-batch-size 2",
-    "fsdp": "--micro-batch-size 4 --fsdp-memory-optimization",
-    "tensor": "--micro-batch-size 4 --tensor-model-parallel-size 2",
-    "sequence": "--micro-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel",
-    "pipeline": "--micro-batch-size 2 --pipeline-model-parallel-size 2",
-}
-if "deepspeed" in installed_packages():
-    TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
-SHORT = ("sequence", "pipeline", "zero-3")
-"""Layouts that run by default: a model divided in both ways, and one that is gathered while it is used."""
 
 
 def run(flags: str) -> Trained:
@@ -202,23 +191,6 @@ def test_a_resumed_run_is_bitwise_the_whole_one(alone: Trained, tmp_path: Path) 
     resumed = DeepJob([*f"{STEPS} --micro-batch-size 8 {ON} --save {tmp_path} --resume".split()])
     resumed.fit()
     assert resumed.curve == alone["curve"][2:]
-
-
-def _all(workers: Any, layouts: list[str]) -> dict[str, Trained]:
-    return {layout: run(f"{TWO[layout]} {ON}") for layout in layouts}
-
-
-@pytest.fixture(scope="module")
-def together(request: pytest.FixtureRequest) -> list[dict[str, Trained]]:
-    """The runs of two workers by rank."""
-    return run_in_workers(2, _all, selected(request, "layout"))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", by_default(SHORT, TWO))
-def test_two_workers_add_what_one_adds(layout: str, together: list[dict[str, Trained]], alone: Trained) -> None:
-    for runs in together:
-        assert_follows(runs[layout], alone)
 
 
 def test_encoder_decoders_are_refused() -> None:

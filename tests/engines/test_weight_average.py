@@ -1,4 +1,7 @@
-"""Averaged weights equal torch's own average in one process, under every engine and after deaths and resumes."""
+"""Averaged weights equal torch's own average in one process, and after deaths and resumes.
+
+``test_features_of_a_step.py`` has the engines.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +22,16 @@ from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import KEEP_FIRST, DeepJob, FallingMetric
 from tests.support.parity import trained
 from tests.support.requests import codes
-from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 DECAY = 0.7
 STEPS = "--train-iters 4 --global-batch-size 8 --log-interval 1 --eval-interval 2 --lr 1e-2 --keep-checkpoints 9"
 ON = f"--ema-decay {DECAY}"
 ENGINES = {
-    "ddp": "--micro-batch-size 4",
     "fsdp": "--micro-batch-size 4 --fsdp-memory-optimization",
-    "fsdp-kept": "--micro-batch-size 4 --fsdp-memory-optimization --no-fsdp-reshard-after-forward",
     "distributed": "--micro-batch-size 4 --use-distributed-optimizer",
-    "tensor": "--micro-batch-size 8 --tensor-model-parallel-size 2",
-    "pipeline": "--micro-batch-size 4 --pipeline-model-parallel-size 2",
 }
-if "fairscale" in installed_packages():
-    ENGINES |= {
-        "oss": "--micro-batch-size 4 --oss-memory-optimization",
-        "sdp": "--micro-batch-size 4 --oss-sdp-memory-optimization",
-    }
 NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in installed_packages(), reason="deepspeed is not installed")
-if "deepspeed" in installed_packages():
-    ENGINES |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
-    ENGINES["zero-2-offload"] = f"{ENGINES['zero-2']} --cpu-offload"
-SHORT = ("pipeline", "oss", "zero-3")
-"""Engines that run by default: one each of fairscale and DeepSpeed, and a divided model.
-
-FSDP averages in ``test_another_engine_goes_on_with_the_average`` and in ``test_unused_parameters.py``.
-"""
 
 
 class Dies(Exception):
@@ -180,17 +165,6 @@ def _dies(folder: Path | str, flags: str) -> None:
 
     with mock.patch.object(job, "on_step_end", on_step_end), pytest.raises(Dies):
         job.fit()
-
-
-def _train(workers: Any, engine: str, folder: str) -> dict[str, Any]:
-    return run(f"{ON} {ENGINES[engine]}", folder)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("engine", by_default(SHORT, ENGINES))
-def test_two_workers_follow_one(engine: str, wanted: dict[str, Any], tmp_path: Path) -> None:
-    for found in run_in_workers(2, _train, engine, str(tmp_path)):
-        assert_follows(found, wanted)
 
 
 def _move(workers: Any, folder: str) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Every layout reports the gradient norms of one process for each layer. Together they give ``grad_norm``."""
+"""Layouts report the gradient norms of one process for each layer. Together they give ``grad_norm``.
+
+``tests/engines/test_features_of_a_step.py`` has the other engines.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,10 @@ FLAGS = "--log-layer-grad-norms --train-iters 3 --global-batch-size 8 --clip-gra
 JOB = "llama-4-untied"
 EXPERTS = "--num-experts 4 --moe-capacity-factor 4"
 FP16 = "--mixed-precision fp16"
-TIED = "gpt2-4-tied"
 LAYERS = ["model.embed_tokens", *(f"model.layers.{number}" for number in range(4)), "model.norm", "lm_head"]
 assert JOB in parallel_jobs.JOBS
 
 ON_TWO = {
-    "ddp": "",
-    "fsdp": "--fsdp-memory-optimization",
-    "distributed optimizer": "--use-distributed-optimizer",
     "experts": f"{EXPERTS} --expert-parallel",
     "fp16": FP16,
     "fp16, fsdp": f"{FP16} --fsdp-memory-optimization",
@@ -35,23 +34,10 @@ ON_FOUR = {
     "tensor 2 × pipeline 2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "pipeline 2, fp16": f"--pipeline-model-parallel-size 2 --zero-2-memory-optimization {FP16}",
 }
-if "fairscale" in installed_packages():
-    ON_TWO |= {"oss": "--oss-memory-optimization", "sdp": "--oss-sdp-memory-optimization"}
 if "deepspeed" in installed_packages():
-    ON_TWO |= {
-        **{f"zero-{stage}": f"--zero-{stage}-memory-optimization" for stage in (1, 2, 3)},
-        "zero-2, offload": "--zero-2-memory-optimization --cpu-offload",
-        "zero-3, offload": "--zero-3-memory-optimization --cpu-offload",
-        "zero-2, fp16": f"--zero-2-memory-optimization {FP16}",
-        "zero-3, fp16": f"--zero-3-memory-optimization {FP16}",
-    }
-
-
-LONGER = {
-    *("oss", "zero-1", "zero-2", "zero-2, offload", "zero-3", "zero-3, offload"),
-    *("fp16", "fp16, fsdp", "pipeline 2, fp16"),
-}
-"""For ``make test-longer``. SDP, and ZeRO-2 and ZeRO-3 in fp16, take the same way."""
+    ON_TWO |= {f"zero-{stage}, fp16": f"--zero-{stage}-memory-optimization {FP16}" for stage in (2, 3)}
+LONGER = {"fp16", "fp16, fsdp", "pipeline 2, fp16"}
+"""For ``make test-longer``. ZeRO-2 and ZeRO-3 in fp16 take the same way."""
 
 
 def _norms(run: Trained) -> list[dict[str, float]]:
@@ -91,17 +77,6 @@ def test_norms_of_layers_are_those_of_one_process(layout: str, found: Any) -> No
         assert line == pytest.approx(wanted, rel=rel)
         together = math.hypot(*(value for name, value in line.items() if name != "grad_norm"))
         assert together == pytest.approx(line["grad_norm"], rel=1e-3 if "fp16" in layout else 1e-5)
-
-
-def _tied(workers: Any) -> list[dict[str, float]]:
-    return _norms(train(TIED, False, f"{FLAGS} --micro-batch-size 2 --pipeline-model-parallel-size 2"))
-
-
-def test_a_tied_matrix_counts_where_one_process_has_it() -> None:
-    """The last stage uses it as its head, and has no embedding."""
-    expected = _norms(reference(TIED, False, f"{FLAGS} --micro-batch-size 2"))
-    for line, wanted in zip(run_in_workers(2, _tied)[0], expected, strict=True):
-        assert line == pytest.approx(wanted, rel=1e-4)
 
 
 def test_the_flag_changes_nothing_else() -> None:

@@ -201,6 +201,7 @@ class PretrainedMaskedJob(MaskedJob, Pretrainer):
 
 JOBS: dict[str, type[_Job]] = {"causal": CausalJob, "masked": MaskedJob, "classifier": ClassJob}
 OTHERS: dict[str, type[_Job]] = {
+    "deep": DeepJob,
     "frozen": FrozenJob,
     "wide": WideJob,
     "unreached": UnreachedJob,

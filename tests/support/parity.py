@@ -9,7 +9,7 @@ import hashlib
 import os
 import pickle
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from rapidformer_templates.run.log import Log
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.workers import Workers
 from tests.support import jobs
+from tests.support.worker_pool import run_in_workers
 
 
 class Trained(TypedDict):
@@ -62,7 +63,7 @@ def train(job: str, double: bool, flags: str, *more: str, lr: str | None = "1e-3
 
 
 FOLDER = "RAPIDFORMER_TEST_REFERENCES"
-"""Environment variable with the folder of this session's references, which all test processes share."""
+"""Environment variable with the folder of this session's runs, which all test processes share."""
 
 
 @cache
@@ -72,16 +73,39 @@ def reference(job: str, double: bool, flags: str, *, lr: str | None = "1e-3") ->
     Args:
         job, double, flags, lr: see :func:`train`.
     """
+    found: Trained = _once((job, double, flags.split(), lr), lambda: train(job, double, flags, lr=lr))
+    return found
+
+
+@cache
+def observed(workers: int, job: str, double: bool, flags: str, *, lr: str | None = "1e-3") -> list[Trained]:
+    """Train a job in a group of workers, once per session, and return what each rank has seen.
+
+    Tests of one layout look at the same run. Callers must not change the result.
+
+    Args:
+        workers: at most four.
+        job, double, flags, lr: see :func:`train`.
+    """
+    key = (workers, job, double, flags.split(), lr)
+    found: list[Trained] = _once(key, lambda: run_in_workers(workers, _trained, job, double, flags, lr))
+    return found
+
+
+def _trained(workers: Workers, job: str, double: bool, flags: str, lr: str | None) -> Trained:
+    return train(job, double, flags, lr=lr)
+
+
+def _once(key: object, make: Callable[[], Any]) -> Any:
+    """Return what ``make`` returns. It is called once per session, by one of the test processes."""
     folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp())
-    key = hashlib.sha256(repr((job, double, flags.split(), lr)).encode()).hexdigest()[:24]
-    file = folder / f"{key}.pickle"
+    file = folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.pickle"
     with FileLock(f"{file}.lock"):
         if not file.exists():
             half = file.with_suffix(".tmp")
-            half.write_bytes(pickle.dumps(train(job, double, flags, lr=lr)))
+            half.write_bytes(pickle.dumps(make()))
             half.rename(file)
-        found: Trained = pickle.loads(file.read_bytes())
-        return found
+        return pickle.loads(file.read_bytes())
 
 
 def trained(template: Trainer) -> Trained:

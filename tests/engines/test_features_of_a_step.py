@@ -1,0 +1,86 @@
+"""What a run may change about its steps, all at once, is the same under every engine as in one process.
+
+Each feature alone equals plain torch in one process: ``test_label_smoothing.py``, ``test_neftune.py``,
+``test_layerwise_rates.py``, ``test_weight_average.py`` and ``test_layer_grad_norms.py``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rapidformer_templates.planning.environment import installed_packages
+from tests.support.parity import Trained, observed, reference, weights_apart
+from tests.support.selection import by_default
+
+LENGTH = "--task causal_lm --train-iters 4 --global-batch-size 8 --eval-interval 2 --lr 1e-2 --weight-decay 0.1"
+FEATURES = {
+    "label smoothing": "--label-smoothing 0.2",
+    "noise in the embeddings": "--neftune-alpha 20",
+    "a rate per layer": "--layerwise-lr-decay 0.5",
+    "averaged weights": "--ema-decay 0.7",
+    "clipping": "--clip-grad 0.5",
+    "norms of the layers": "--log-layer-grad-norms",
+}
+LAYOUTS = {
+    "ddp, accumulated": "--micro-batch-size 2",
+    "fsdp, fused loss": "--micro-batch-size 2 --fsdp-memory-optimization --fused-linear-cross-entropy",
+    "fsdp, kept": "--micro-batch-size 4 --fsdp-memory-optimization --no-fsdp-reshard-after-forward",
+    "distributed": "--micro-batch-size 4 --use-distributed-optimizer",
+    "tensor": "--micro-batch-size 4 --tensor-model-parallel-size 2",
+    "sequence": "--micro-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel",
+    "pipeline": "--micro-batch-size 2 --pipeline-model-parallel-size 2",
+}
+if "fairscale" in installed_packages():
+    LAYOUTS |= {
+        "oss": "--micro-batch-size 4 --oss-memory-optimization",
+        "sdp": "--micro-batch-size 4 --oss-sdp-memory-optimization",
+    }
+if "deepspeed" in installed_packages():
+    LAYOUTS |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
+    LAYOUTS |= {f"zero-{n}, offload": f"{LAYOUTS[f'zero-{n}']} --cpu-offload" for n in (2, 3)}
+SHORT = ("ddp, accumulated", "fsdp, fused loss", "distributed", "sequence", "pipeline", "sdp", "zero-2", "zero-3")
+"""One layout of each kind: replicas, shards of parameters, of gradients and of states, and a divided model."""
+
+
+def _alone(without: str = "") -> Trained:
+    words = [LENGTH, "--micro-batch-size 8", *(flags for name, flags in FEATURES.items() if name != without)]
+    return reference("deep", False, " ".join(words), lr=None)
+
+
+def _norms(run: Trained) -> list[dict[str, float]]:
+    lines = [line for line in run["lines"] if "loss" in line]
+    return [{key: value for key, value in line.items() if key.startswith("grad_norm")} for line in lines]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", by_default(SHORT, LAYOUTS))
+def test_a_layout_follows_one_process(layout: str) -> None:
+    wanted = _alone()
+    runs = observed(2, "deep", False, " ".join((LENGTH, *FEATURES.values(), LAYOUTS[layout])), lr=None)
+    for found in runs:
+        torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=1e-5, atol=1e-6)
+        assert found["evaluations"] == pytest.approx(wanted["evaluations"], rel=1e-5)
+        for kind in ("weights", "averages"):
+            assert found[kind].keys() == wanted[kind].keys()  # type: ignore[literal-required]
+            for name, weight in wanted[kind].items():  # type: ignore[literal-required]
+                torch.testing.assert_close(found[kind][name], weight, rtol=1e-4, atol=1e-5)  # type: ignore[literal-required]
+    for line, norms in zip(_norms(runs[0]), _norms(wanted), strict=True):
+        assert line == pytest.approx(norms, rel=1e-4)
+        parts = [value for name, value in line.items() if name != "grad_norm"]
+        assert len(parts) == 7  # two embeddings, one of which is the head, too, four blocks, and the final norm
+        assert math.hypot(*parts) == pytest.approx(line["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_run_would_be_another_without_the_feature(name: str) -> None:
+    whole, found = _alone(), _alone(without=name)
+    if name == "norms of the layers":
+        assert all(list(line) == ["grad_norm"] for line in _norms(found))
+    elif name == "averaged weights":
+        assert found["evaluations"] != pytest.approx(whole["evaluations"], rel=1e-4)
+    else:
+        assert weights_apart(found["weights"], whole["weights"]) > 1e-3
