@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint con
 export NO_MKDOCS_2_WARNING := 1
 # Without bytecode, each test process would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help demo check test test-longer docs-test docs site
+.PHONY: help demo check test test-longer test-optional docs-test docs site
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -37,6 +37,16 @@ test: $(VENV)/.installed-dev  ## lint, format, types, and the tests that one nee
 
 test-longer: $(VENV)/.installed-dev  ## further cases of these tests, docs-test, the rehearsal, benchmarks and scripts
 	$(PYTEST) -m longer $(if $(DEADLINE),--deadline $(DEADLINE))
+
+# peft imports bitsandbytes in every process, so that these packages have a folder of their own.
+OPTIONAL := build/optional
+NEEDING := $(addprefix tests/,models/test_quantized_folders.py run/test_preferences_beside_trl.py \
+  switches/lora/test_quantized.py switches/lora/test_quantized_shards.py switches/optimizer/test_records.py \
+  switches/optimizer/test_updates.py)
+
+test-optional: $(VENV)/.installed-dev  ## the tests that need torchao, bitsandbytes or TRL, which make test skips
+	$(PIP) --upgrade --no-deps --target $(OPTIONAL) torchao bitsandbytes trl
+	PYTHONPATH=$(OPTIONAL) $(BIN)/python -m pytest --complete $(NEEDING)
 
 docs-test: $(VENV)/.installed-dev  ## only the tests of the site, the notebook, the examples and the pages of the manual
 	$(PYTEST) -m docs

@@ -30,6 +30,7 @@ from tests.support.worker_pool import (
 ROOT = Path(__file__).parents[1]
 
 pytest_plugins = (
+    "tests.support.complete",
     "tests.support.deadline",
     "tests.support.durations",
     "tests.support.texts",

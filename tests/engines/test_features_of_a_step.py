@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from rapidformer_templates.planning.environment import installed_packages
-from tests.support.parity import Trained, observed, reference, weights_apart
+from tests.support.parity import Trained, assert_close, assert_follows, observed, reference, weights_apart
 from tests.support.selection import by_default
 
 LENGTH = "--task causal_lm --train-iters 4 --global-batch-size 8 --eval-interval 2 --lr 1e-2 --weight-decay 0.1"
@@ -61,12 +60,10 @@ def test_a_layout_follows_one_process(layout: str) -> None:
     wanted = _alone()
     runs = observed(2, "deep", False, " ".join((LENGTH, *FEATURES.values(), LAYOUTS[layout])), lr=None)
     for found in runs:
-        torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=1e-5, atol=1e-6)
-        assert found["evaluations"] == pytest.approx(wanted["evaluations"], rel=1e-5)
-        for kind in ("weights", "averages"):
-            assert found[kind].keys() == wanted[kind].keys()  # type: ignore[literal-required]
-            for name, weight in wanted[kind].items():  # type: ignore[literal-required]
-                torch.testing.assert_close(found[kind][name], weight, rtol=1e-4, atol=1e-5)  # type: ignore[literal-required]
+        assert_follows(found, wanted, weights=(1e-4, 1e-5))
+        assert found["averages"].keys() == wanted["averages"].keys()
+        for name, weight in wanted["averages"].items():
+            assert_close(found["averages"][name], weight, 1e-4, 1e-5)
     for line, norms in zip(_norms(runs[0]), _norms(wanted), strict=True):
         assert line == pytest.approx(norms, rel=1e-4)
         parts = [value for name, value in line.items() if name != "grad_norm"]

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.support.jobs import DeepJob
-from tests.support.parity import Trained, trained
+from tests.support.parity import Trained, assert_follows, trained
 from tests.support.selection import by_default
 
 SHARE = 0.2
@@ -41,15 +41,10 @@ def wanted() -> Trained:
     return trained(ByHand(f"{STEPS} --micro-batch-size 8 --lr 1e-3".split()))
 
 
-def assert_follows(found: Trained, wanted: Trained) -> None:
-    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=1e-5, atol=1e-6)
-    assert found["evaluations"] == pytest.approx(wanted["evaluations"], rel=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(ALONE.keys() - {"compiled"}, ALONE))
 def test_one_process_computes_torchs_smoothed_loss(name: str, wanted: Trained) -> None:
-    assert_follows(run(f"{STEPS} {ON} {ALONE[name]}"), wanted)
+    assert_follows(run(f"{STEPS} {ON} {ALONE[name]}"), wanted, weights=(1e-4, 1e-5))
 
 
 def test_without_the_flag_it_is_another_loss(wanted: Trained) -> None:

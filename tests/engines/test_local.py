@@ -16,7 +16,7 @@ from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.combinations import place
 from tests.support.jobs import JOBS
-from tests.support.parity import reference, train
+from tests.support.parity import EXACT, assert_close, assert_follows, reference, train
 from tests.support.requests import config_of
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
@@ -115,26 +115,13 @@ def runs(request: pytest.FixtureRequest, cases: list[Case]) -> dict[Case, Any]:
     return _train_all(None, alone) | run_in_workers(2, _train_all, others)[0]
 
 
-def _assert_close(actual: Any, expected: Any, double: bool) -> None:
-    torch.testing.assert_close(
-        torch.as_tensor(actual, dtype=torch.float64),
-        torch.as_tensor(expected, dtype=torch.float64),
-        rtol=1e-10 if double else 1e-5,
-        atol=1e-12 if double else 1e-6,
-    )
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", by_default(SHORT, CASES))
 def test_layout_follows_one_process(case: str, references: Any, runs: Any) -> None:
     job, double, layout = CASES[case]
     expected, actual = references[job, double], runs[job, double, layout]
-    _assert_close(actual["curve"], expected["curve"], double)
+    assert_follows(actual, expected, *(EXACT if double else ()))
     assert len(expected["evaluations"]) == 3
-    _assert_close(actual["evaluations"], expected["evaluations"], double)
-    assert actual["weights"].keys() == expected["weights"].keys()
-    for name, weight in expected["weights"].items():
-        _assert_close(actual["weights"][name], weight, double)
 
 
 @pytest.mark.distributed
@@ -182,7 +169,7 @@ def test_reference_equals_a_loop_by_hand(references: Any) -> None:
             group["lr"] = 1e-3 * (1 - step / ITERATIONS)
         optimizer.step()
         curve.append((loss.item(), norm.item()))
-    _assert_close(references["causal", True]["curve"], curve, True)
+    assert_close(references["causal", True]["curve"], curve, *EXACT)
 
 
 @pytest.mark.distributed

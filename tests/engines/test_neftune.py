@@ -20,7 +20,7 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.embedding_noise import add_noise, keys_of, rows_of, uniform
 from rapidformer_templates.errors import ModelError
 from tests.support.jobs import VOCABULARY, DeepJob
-from tests.support.parity import Trained, trained
+from tests.support.parity import Trained, assert_follows, trained
 from tests.support.requests import codes
 
 SEED, ALPHA = 1234, 20.0
@@ -126,11 +126,6 @@ def alone() -> Trained:
     return run(f"--micro-batch-size 8 {ON}")
 
 
-def assert_follows(found: Trained, wanted: Trained) -> None:
-    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=1e-5, atol=1e-6)
-    assert found["evaluations"] == pytest.approx(wanted["evaluations"], rel=1e-5)
-
-
 @pytest.mark.slow
 def test_the_first_loss_is_that_of_noise_by_hand(alone: Trained) -> None:
     """A job that passes noisy embeddings to its model, row by row, with numpy's numbers."""
@@ -151,7 +146,7 @@ def test_the_first_loss_is_that_of_noise_by_hand(alone: Trained) -> None:
             return model(inputs_embeds=embeddings + noise, attention_mask=mask, labels=labels).loss
 
     wanted = trained(ByHand(f"{STEPS} --micro-batch-size 8".split()))
-    assert_follows(alone, wanted)
+    assert_follows(alone, wanted, weights=(1e-4, 1e-5))
 
 
 @pytest.mark.slow
@@ -172,7 +167,7 @@ def test_it_changes_the_losses_and_not_the_other_random_numbers(alone: Trained) 
     ],
 )
 def test_micro_batches_and_switches_do_not_change_it(flags: str, alone: Trained) -> None:
-    assert_follows(run(f"{flags} {ON}"), alone)
+    assert_follows(run(f"{flags} {ON}"), alone, weights=(1e-4, 1e-5))
 
 
 @pytest.mark.slow

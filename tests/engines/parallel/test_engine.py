@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.parallel_jobs import begin, train_all
-from tests.support.parity import reference
+from tests.support.parity import EXACT, Trained, assert_follows, reference
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
@@ -131,17 +131,9 @@ def references(runs: dict[str, Any]) -> dict[str, Any]:
     return {name: reference(*_whole(case)) for name, case in (FOUR | HALF).items() if name in runs}
 
 
-def _assert_follows(actual: dict[str, Any], expected: dict[str, Any], double: bool) -> None:
-    tolerance = {"rtol": 1e-10, "atol": 1e-12} if double else {"rtol": 1e-5, "atol": 1e-6}
-    for key in ("curve", "evaluations"):
-        found, wanted = (torch.tensor(run[key], dtype=torch.float64) for run in (actual, expected))
-        torch.testing.assert_close(found, wanted, **tolerance)
-    assert actual["weights"].keys() == expected["weights"].keys()
-    # Adam divides a gradient by its own magnitude, so in fp32 a gradient near zero shows its rounding in full. The
-    # bound is a hundredth of one update (the learning rate is 1e-3). fp64 separates rounding from mistakes.
-    weights = tolerance if double else {"rtol": 1e-5, "atol": 1e-5}
-    for name, weight in expected["weights"].items():
-        torch.testing.assert_close(actual["weights"][name], weight, **weights)
+def _assert_follows(actual: Trained, expected: Trained, double: bool) -> None:
+    # The bound of weights in fp32 is a hundredth of one update, because the learning rate is 1e-3.
+    assert_follows(actual, expected, *(EXACT if double else ()), weights=None if double else (1e-5, 1e-5))
     assert actual["summary"]["parameters"] == expected["summary"]["parameters"]
 
 

@@ -11,7 +11,7 @@ import torch
 from rapidformer_templates.data.shapes import choose_shapes
 from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder
 from tests.support.jobs import CausalJob, _sequences
-from tests.support.parity import Trained, reference, train
+from tests.support.parity import EXACT, Trained, assert_close, assert_follows, reference, train
 from tests.support.worker_pool import run_in_workers
 
 CLIP = 0.1
@@ -36,11 +36,6 @@ def runs() -> dict[tuple[str, str], Trained]:
     return run_in_workers(2, _train_all)[0]
 
 
-def _assert_close(actual: Any, expected: Any) -> None:
-    actual, expected = (torch.as_tensor(values, dtype=torch.float64) for values in (actual, expected))
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("job", ["pretrained-causal", "pretrained-masked"])
 def test_two_workers_follow_one(job: str, runs: Any) -> None:
@@ -50,10 +45,7 @@ def test_two_workers_follow_one(job: str, runs: Any) -> None:
         if (job, layout) not in runs:
             continue
         actual = runs[job, layout]
-        _assert_close(actual["curve"], expected["curve"])
-        _assert_close(actual["evaluations"], expected["evaluations"])
-        for name, weight in expected["weights"].items():
-            _assert_close(actual["weights"][name], weight)
+        assert_follows(actual, expected, *EXACT)
         same = ("samples", "tokens", "epochs")
         assert [actual["summary"][name] for name in same] == [expected["summary"][name] for name in same]
         measured, alone = actual["summary"]["receipts"], expected["summary"]["receipts"]
@@ -96,6 +88,6 @@ def test_workers_follow_a_loop_by_hand_where_one_of_them_idles(runs: Any) -> Non
     order = DynamicOrder(lengths, choose_shapes(lengths, 80, 3, 8), 2, 1234)
     assert order.batches % 2 == 1
     run = runs["pretrained-causal", "epochs"]
-    _assert_close(run["curve"], _by_hand(order, 2 * order.steps_per_epoch))
+    assert_close(run["curve"], _by_hand(order, 2 * order.steps_per_epoch), *EXACT)
     assert run["summary"]["samples"] == 2 * len(lengths)
     assert run["summary"]["epochs"] == 2

@@ -40,7 +40,7 @@ from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
 from rapidformer_templates.switches.fused_loss.transform import FusedHead, Logits, fuse_loss, head_of
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, ClassJob, _Job
-from tests.support.parity import Trained, reference, train
+from tests.support.parity import EXACT, Trained, assert_follows, reference, train
 from tests.support.selection import selected
 from tests.support.worker_pool import run_in_workers
 
@@ -291,22 +291,14 @@ def references() -> dict[tuple[str, bool], Trained]:
     return {(job, double): reference(job, double, ALONE) for job in RUNS for double in (False, True)}
 
 
-def _assert_follows(actual: Any, expected: Any, *, double: bool) -> None:
-    close = {"rtol": 1e-10 if double else 1e-5, "atol": 1e-12 if double else 1e-6}
-    torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), **close)
-    torch.testing.assert_close(torch.tensor(actual["evaluations"]), torch.tensor(expected["evaluations"]), **close)
-    # If a gradient is 0, as for the bias of keys, rounding alone moves the weight: a hundredth of a step.
-    close = close if double else {"rtol": 1e-5, "atol": 1e-5}
-    for name, weight in expected["weights"].items():
-        torch.testing.assert_close(actual["weights"][name], weight, **close)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("job", RUNS)
 def test_steps_are_those_without(job: str, double: bool, references: Any) -> None:
     actual = train(job, double, f"{ALONE} --micro-batch-size 4 {FUSED}")
-    _assert_follows(actual, references[job, double], double=double)
+    bounds = EXACT if double else (1e-5, 1e-6)
+    # If a gradient is 0, as for the bias of keys, rounding alone moves the weight: a hundredth of a step.
+    assert_follows(actual, references[job, double], *bounds, weights=bounds if double else (1e-5, 1e-5))
     receipts = actual["summary"]["receipts"]
     assert receipts["fused_loss_kernel"] == ["torch"]
     assert 0 < receipts["logits_rows"] <= receipts["logits_rows_without"] / 4 + 1

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import mixtures, parity
 from tests.support import parallel_jobs as _parallel_jobs  # noqa: F401 - registers them
+from tests.support.parity import assert_close, assert_follows
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
@@ -33,6 +34,8 @@ CONTEXT, PIPELINE, TENSOR, GROUPS = (
     "--expert-model-parallel-size 2",
 )
 ALONE = "--micro-batch-size 12"
+WITHIN = 1e-10, 1e-10
+"""Bounds (rtol, atol) in fp64."""
 JOBS = {  # name: (job, flags of the mixture). Four blocks for stages, otherwise two
     "gpt2": ("causal", CAPACITY),
     "deep gpt2": ("gpt2-4-tied", CAPACITY),
@@ -184,34 +187,22 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-def _assert_close(actual: Any, expected: Any, within: float = 1e-10) -> None:
-    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
-    torch.testing.assert_close(actual, expected, rtol=within, atol=within)
-
-
 @pytest.mark.parametrize("layout", by_default(LAYOUTS.keys() - LONGER, LAYOUTS))
 def test_layout_follows_one_process(layout: str, runs: Any) -> None:
     actual, expected = runs[layout], runs[f"{LAYOUTS[layout][0]} alone"]
-    _assert_close(actual["curve"], expected["curve"])
-    assert len(actual["curve"]) == 3
-    _assert_close(actual["evaluations"], expected["evaluations"])
-    assert len(actual["evaluations"]) == 2
-    assert actual["weights"].keys() == expected["weights"].keys()
-    for name, weight in expected["weights"].items():
-        _assert_close(actual["weights"][name], weight)
+    assert_follows(actual, expected, *WITHIN)
+    assert (len(actual["curve"]), len(actual["evaluations"])) == (3, 2)
     for name in ("expert_load_by_layer", "dropped_choices"):
         assert actual["summary"]["receipts"][name] == expected["summary"]["receipts"][name]
 
 
-def test_choices_are_dropped_and_all_gradients_are_clipped(runs: Any) -> None:
+@pytest.mark.parametrize("case", by_default({LAYOUTS[name][0] for name in LAYOUTS.keys() - LONGER}, JOBS))
+def test_choices_are_dropped_and_all_gradients_are_clipped(case: str) -> None:
     """Otherwise it would be easy to agree."""
-    trained = {case: mixture for case, (_, mixture) in JOBS.items() if f"{case} alone" in runs}
-    assert len(trained) >= 3
-    for case, mixture in trained.items():
-        run = runs[f"{case} alone"]
-        assert (run["summary"]["receipts"]["dropped_choices"] > 0) == ("--moe-capacity-factor" in mixture)
-        assert all(norm > 0.1 for _, norm in run["curve"])
-        assert all(value > 0 for losses in mixtures.losses_of(run["lines"]) for value in losses)
+    run = parity.reference(*_flags(case, ALONE))
+    assert (run["summary"]["receipts"]["dropped_choices"] > 0) == ("--moe-capacity-factor" in JOBS[case][1])
+    assert all(norm > 0.1 for _, norm in run["curve"])
+    assert all(value > 0 for losses in mixtures.losses_of(run["lines"]) for value in losses)
 
 
 def test_the_reported_losses_are_those_of_one_process(runs: Any) -> None:
@@ -219,7 +210,7 @@ def test_the_reported_losses_are_those_of_one_process(runs: Any) -> None:
         reference = f"{LAYOUTS[layout][0]} alone"
         one, other = (mixtures.losses_of(runs[name]["lines"]) for name in (layout, reference))
         assert len(one) == 3
-        _assert_close(one, other)
+        assert_close(one, other, *WITHIN)
 
 
 def _train_one(workers: Any, job: str, flags: str) -> parity.Trained:
@@ -249,9 +240,9 @@ def test_the_experts_of_a_pretrained_model_are_divided(tmp_path: Path) -> None:
     divided = f"{flags} {GROUPS} --zero-1-memory-optimization --micro-batch-size 3"
     actual = run_in_workers(4, _train_one, "pretrained", divided)[0]
     expected = parity.train("pretrained", False, f"{flags} {ALONE}")
-    _assert_close(actual["curve"], expected["curve"], within=1e-5)
+    assert_close(actual["curve"], expected["curve"], 1e-5, 1e-5)
     for name, weight in expected["weights"].items():
-        _assert_close(actual["weights"][name], weight, within=1e-5)
+        assert_close(actual["weights"][name], weight, 1e-5, 1e-5)
     held, whole = (run["summary"]["receipts"]["parameter_bytes"] for run in (actual, expected))
     experts = 4 * sum(w.numel() for name, w in expected["weights"].items() if ".mlp.experts." in name)
     assert held == whole - experts // 2
@@ -262,9 +253,9 @@ def test_the_experts_of_a_pretrained_model_are_divided(tmp_path: Path) -> None:
 )
 def test_checkpoints_go_from_a_divided_run_to_one_process_and_back(case: str, resumed: str, runs: Any) -> None:
     expected = runs[f"{case} alone"]
-    _assert_close(runs[resumed]["curve"], expected["curve"][2:])
+    assert_close(runs[resumed]["curve"], expected["curve"][2:], *WITHIN)
     for name, weight in expected["weights"].items():
-        _assert_close(runs[resumed]["weights"][name], weight)
+        assert_close(runs[resumed]["weights"][name], weight, *WITHIN)
 
 
 def test_the_states_of_experts_are_shared_out_among_their_copies(runs: Any) -> None:
@@ -283,4 +274,4 @@ def test_transformers_reads_the_export_of_a_divided_run(layout: str, runs: Any) 
     state = model.state_dict()
     assert state.keys() >= weights.keys()
     for name, weight in weights.items():
-        _assert_close(state[name], weight, within=1e-6)
+        assert_close(state[name], weight, 1e-6, 1e-6)

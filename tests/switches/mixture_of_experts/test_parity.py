@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support import mixtures, parity
+from tests.support.parity import assert_close, assert_follows
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
@@ -102,25 +103,16 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-def _assert_close(actual: Any, expected: Any) -> None:
-    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("run", by_default(RUNS.keys() - LONGER, RUNS))
 def test_layout_follows_one_process(run: str, runs: Any) -> None:
     expected, actual = runs[f"{RUNS[run][0]} alone"], runs[run]
-    _assert_close(actual["curve"], expected["curve"])
-    _assert_close(actual["evaluations"], expected["evaluations"])
-    assert actual["weights"].keys() == expected["weights"].keys()
-    for key, weight in expected["weights"].items():
-        _assert_close(actual["weights"][key], weight)
+    assert_follows(actual, expected)
     for key in ("expert_load", "dropped_choices"):
         assert actual["summary"]["receipts"][key] == expected["summary"]["receipts"][key]
     balance = [mixtures.losses_of(each["lines"]) for each in (actual, expected)]
     assert len(balance[1]) == len(expected["curve"]) == 3
     assert len(expected["evaluations"]) == 2
-    _assert_close(*balance)
+    assert_close(*balance)
 
 
 def test_the_mixture_acts(runs: Any) -> None:
@@ -139,9 +131,9 @@ def test_the_mixture_acts(runs: Any) -> None:
 def test_checkpoints_go_from_one_layout_to_another(layout: str, runs: Any) -> None:
     expected = runs["dropless alone"]
     for name in (f"alone → {layout}", f"{layout} → alone"):
-        _assert_close(runs[name]["curve"], expected["curve"][2:])
+        assert_close(runs[name]["curve"], expected["curve"][2:])
         for key, weight in expected["weights"].items():
-            _assert_close(runs[name]["weights"][key], weight)
+            assert_close(runs[name]["weights"][key], weight)
 
 
 def test_workers_hold_their_share_of_the_experts(runs: Any) -> None:

@@ -19,7 +19,7 @@ from rapidformer_templates.switches.torch_compile.declaration import TorchCompil
 from rapidformer_templates.switches.torch_compile.transform import AUTOMATIC, EVALUATION
 from tests.support import compiled_jobs as _jobs  # noqa: F401 - registers them
 from tests.support import parity
-from tests.support.parity import Trained, train
+from tests.support.parity import Trained, assert_follows, train
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import alone, run_in_workers
 
@@ -51,15 +51,6 @@ def leave_no_trace() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def _assert_follows(run: Any, expected: Any) -> None:
-    close = {"rtol": 1e-5, "atol": 2e-6}
-    assert len(run["curve"]) == len(expected["curve"])
-    torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(expected["curve"]), **close)
-    assert run["weights"].keys() == expected["weights"].keys()  # canonical: no _orig_mod
-    for name, weight in expected["weights"].items():
-        torch.testing.assert_close(run["weights"][name], weight, **close)
-
-
 def _report(run: Any) -> Any:
     return run["summary"]["receipts"]["compile"]
 
@@ -69,7 +60,7 @@ def _report(run: Any) -> Any:
 def test_steps_are_those_of_plain_eager(job: str) -> None:
     expected = parity.reference(job, False, ONE)
     run = train(job, False, f"{ONE} {COMPILED}")
-    _assert_follows(run, expected)
+    assert_follows(run, expected, atol=2e-6)
     report = _report(run)
     assert report.pop("seconds") > 0
     # Two blocks share one graph.
@@ -105,7 +96,7 @@ def reference() -> Trained:
 def test_engines_take_compiled_blocks(pair: Any, pairs: Any, reference: Any) -> None:
     """By default, the covering table compiles blocks under FSDP, OSS and ZeRO-2."""
     run = pairs[pair]
-    _assert_follows(run, reference)
+    assert_follows(run, reference, atol=2e-6)
     report = _report(run)
     assert report["graphs"] == 1
     assert not report["graph_breaks"]
@@ -117,7 +108,7 @@ def test_engines_take_compiled_blocks(pair: Any, pairs: Any, reference: Any) -> 
 @pytest.mark.slow
 def test_inductor_computes_the_same(reference: Any) -> None:
     run = train("even-causal", False, f"{ONE} --torch-compile")
-    _assert_follows(run, reference)
+    assert_follows(run, reference, atol=2e-6)
     assert (_report(run)["backend"], _report(run)["graphs"]) == ("inductor", 1)
 
 
@@ -128,7 +119,7 @@ def test_a_graph_for_each_shape_and_no_more() -> None:
     flags += " --train-iters 20 --eval-interval 10 --micro-batch-size 2"
     expected = parity.reference("pretrained-causal", False, flags)
     run = train("pretrained-causal", False, f"{flags} --torch-compile aot_eager")
-    _assert_follows(run, expected)
+    assert_follows(run, expected, atol=2e-6)
     assert run["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-5)
     report, shapes = _report(run), run["summary"]["receipts"]["batch_shapes"]
     assert len(shapes) == 3
@@ -144,7 +135,7 @@ def test_shapes_that_vary_share_a_graph() -> None:
     steps = "--train-iters 12 --global-batch-size 8 --micro-batch-size 8"
     expected = parity.reference("causal", False, steps)
     run = train("causal", False, f"{steps} --torch-compile aot_eager")
-    _assert_follows(run, expected)
+    assert_follows(run, expected, atol=2e-6)
     # Training: one graph for the first shape and one for all others. Evaluation: any shape, another number of rows.
     assert _report(run)["graphs"] <= 4
 
@@ -159,7 +150,7 @@ def test_report_of_models_that_do_not_compile_well(
 ) -> None:
     expected = parity.reference(job, False, LIMITED)
     run = train(job, False, f"{LIMITED} --torch-compile eager")
-    _assert_follows(run, expected)
+    assert_follows(run, expected, atol=2e-6)
     report = _report(run)
     assert (report["regions"], report["graphs"]) == (regions, graphs)
     assert sum(report["graph_breaks"].values()) == breaks

@@ -14,7 +14,7 @@ from rapidformer_templates.switches.layout import tensor_layers
 from rapidformer_templates.switches.layout.collectives import copy_all_to_region
 from tests.support import parity
 from tests.support.compiled_jobs import train_exactly
-from tests.support.parity import reference
+from tests.support.parity import assert_follows, reference
 from tests.support.selection import by_default
 from tests.support.worker_pool import Failure, outcomes_in_workers, run_in_workers
 
@@ -59,14 +59,6 @@ def _reference(job: str, more: str = "") -> Any:
     return reference(job, True, f"{BASE} --micro-batch-size 4 {more}")
 
 
-def _assert_follows(run: Any, expected: Any, limit: float = 1e-10) -> None:
-    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, expected)]
-    torch.testing.assert_close(*curves, rtol=limit, atol=limit)
-    assert run["weights"].keys() == expected["weights"].keys()
-    for key, weight in expected["weights"].items():
-        torch.testing.assert_close(run["weights"][key], weight, rtol=limit, atol=limit)
-
-
 def _assert_documented(job: str, layout: str, workers: int, report: Any) -> None:
     """Check that the table of docs/compile.md contains the measured numbers."""
     counts = (report["graphs"], sum(report["graph_breaks"].values()), sum(report["recompilations"].values()))
@@ -82,7 +74,7 @@ def test_it_follows_one_eager_process_without_a_break(name: str) -> None:
     for run in runs:
         assert not isinstance(run, Failure), run.text
     run = runs[0]
-    _assert_follows(run, _reference(job))
+    assert_follows(run, _reference(job), 1e-10, 1e-10)
     report = run["summary"]["receipts"]["compile"]
     assert report["graphs"] > 0
     # Ring transfers run while scores are computed, which a graph cannot contain.
@@ -106,7 +98,7 @@ def test_a_graph_break_inside_a_divided_layer_changes_no_number() -> None:
     """A forward that continues after a break must not use the parameters from before."""
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {TENSOR} --sequence-parallel"
     run = run_in_workers(2, _train_with_breaks, "stages-bert", flags)[0]
-    _assert_follows(run, _reference("stages-bert"))
+    assert_follows(run, _reference("stages-bert"), 1e-10, 1e-10)
     assert list(run["summary"]["receipts"]["compile"]["graph_breaks"]) == ["Call to `torch._dynamo.graph_break()`"]
 
 
@@ -115,7 +107,7 @@ def test_inductor_computes_divided_layers() -> None:
     flags = f"{BASE} --micro-batch-size 4 --torch-compile {TENSOR} --sequence-parallel {AGAIN}"
     run = outcomes_in_workers(2, train_exactly, "stages", flags)[0]
     assert not isinstance(run, Failure), run.text
-    _assert_follows(run, _reference("stages"), 1e-6)  # its norms are in fp32, summed in another order
+    assert_follows(run, _reference("stages"), 1e-6, 1e-6)  # its norms are in fp32, summed in another order
     report = run["summary"]["receipts"]["compile"]
     assert (report["backend"], report["graphs"]) == ("inductor", 1)
     assert not report["graph_breaks"]
@@ -127,7 +119,7 @@ def test_zero_3_gathers_whole_blocks_outside_of_their_graphs(more: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager --zero-3-memory-optimization {more}"
     run = outcomes_in_workers(2, train_exactly, "stages", flags)[0]
     assert not isinstance(run, Failure), run.text
-    _assert_follows(run, _reference("stages"), 1e-5)  # DeepSpeed's partitions are in fp32
+    assert_follows(run, _reference("stages"), 1e-5, 1e-5)  # DeepSpeed's partitions are in fp32
     report = run["summary"]["receipts"]["compile"]
     assert report["graphs"] > 0
     assert not report["graph_breaks"]
@@ -150,7 +142,7 @@ def test_dropout_draws_as_the_eager_layers_do(layout: str) -> None:
     eager = outcomes_in_workers(2, train_exactly, "stages-dropout", flags)[0]
     run = outcomes_in_workers(2, train_exactly, "stages-dropout", f"{flags} --torch-compile aot_eager")[0]
     assert not isinstance(run, Failure), run.text
-    _assert_follows(run, eager)
+    assert_follows(run, eager, 1e-10, 1e-10)
     report = run["summary"]["receipts"]["compile"]
     assert report["graphs"] > 0
     assert bool(report["graph_breaks"]) == ("sequence" not in layout)  # a stretch draws all of its masks
@@ -170,7 +162,7 @@ def test_only_mixtures_break_graphs_of_blocks_with_experts(layout: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {EXPERTS} {layout}"
     run = outcomes_in_workers(2, train_exactly, "stages-gpt2", flags)[0]
     assert not isinstance(run, Failure), run.text
-    _assert_follows(run, _reference("stages-gpt2", EXPERTS))
+    assert_follows(run, _reference("stages-gpt2", EXPERTS), 1e-10, 1e-10)
     report = run["summary"]["receipts"]["compile"]
     assert report["graphs"] >= 2  # before and after a gate
     assert all("torch.compiler.disable()" in reason for reason in report["graph_breaks"])

@@ -1,0 +1,30 @@
+"""Run every test: with ``--complete``, a test that is skipped because a package is missing fails."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+MISSING = re.compile(r"pip install|could not import|not installed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--complete", action="store_true", help="fail if a test is skipped for a missing package")
+
+
+def _failed(report: Any, config: pytest.Config) -> Any:
+    if config.getoption("complete") and report.skipped and MISSING.search(str(report.longrepr)):
+        report.outcome, report.longrepr = "failed", f"skipped for a missing package: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    return _failed((yield), item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    return _failed((yield), collector.config)
