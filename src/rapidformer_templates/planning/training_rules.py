@@ -9,7 +9,6 @@ from rapidformer_templates.planning.checks import ENCODER_DECODER, Given, clash,
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.settings import file_schedule
 from rapidformer_templates.planning.flag_values import TRACKERS, TRACKERS_INSTALL, TrackerNames, chosen_trackers
-from rapidformer_templates.planning.metrics import direction_of, metrics_of
 from rapidformer_templates.planning.optimizers import BETAS
 from rapidformer_templates.planning.request import optimizer_facts
 from rapidformer_templates.planning.schedules import SHAPING, STYLES, warmup_steps
@@ -23,7 +22,7 @@ from rapidformer_templates.planning.switch import (
     drop,
     replace,
 )
-from rapidformer_templates.planning.tasks import tasks_with
+from rapidformer_templates.planning.tasks import direction_of, metrics_of, tasks_with
 
 TRAINING_RULES = RuleList()
 
