@@ -238,7 +238,7 @@ ATTRIBUTES_OF_OTHERS = {
     "raise_error_at_min_scale reduce_ready_partitions_and_remove_grads _optimizer_step",
     "trackers": "experiment_name main_process_only run_id",
     "sys": "excepthook",
-    "functions": "acting_flags _rapidformer_replacement",
+    "functions": "is_hook _rapidformer_replacement",
 }
 """Attributes that modules set on objects of other libraries, which read them, and on functions."""
 

@@ -76,7 +76,7 @@ def pages(registry: Registry, pairs: Pairs) -> Mapping[str, str]:
         "# Rules",
         MADE,
         "A run that breaks a rule is refused before a worker starts. The refusal shows the nearest commands that work. "
-        "RF013 is only noted in the plan. `rapidformer explain CODE` shows what a rule refuses, why, an example, and "
+        "RF013 is only noted in the plan. `rapidformer explain CODE` shows a rule, the reason for it, an example, and "
         "what to do instead. The sources are explained [with the switches](switches.md#sources).",
         table(
             ("code", "rule", "why", "source"),

@@ -178,7 +178,7 @@ def _rule(rule: Rule) -> str:
 
 
 def rule_page(rule: Rule, switches: Sequence[str]) -> str:
-    """Return the page of a rule: what it refuses, why, an example, and what to do instead."""
+    """Return the page of a rule: the reason for it, an example, and what to do instead."""
     found = explanation(rule, REGISTRY)
     machine = f"\n\nOn a machine with {_text(found.machine)}." if found.machine else ""
     instead = [(f"`{suggestion.change}`", _text(suggestion.note)) for suggestion in found.instead]
@@ -186,8 +186,6 @@ def rule_page(rule: Rule, switches: Sequence[str]) -> str:
     parts = [
         "---\nsearch: {boost: 0.2}\n---",  # short pages would come before those about the subject
         f"# {rule.code}: {_text(rule.title.rstrip('.'))}",
-        "## What it refuses",
-        _text(found.refuses),
         *([f"It is a rule of {links}."] if links else []),
         "## Why",
         f"{_text(found.why)} Source: {_sources(rule.source)}.",

@@ -38,17 +38,12 @@ from rapidformer_templates.errors import ConfigError, Explained, Interrupted, No
 from rapidformer_templates.models.label_use import smoothed_labels
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.schedules import OF_SCHEDULES
 from rapidformer_templates.run import configure, inference, launch_from_python
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.hooks import Callback, checked_callbacks
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.scripts import (
-    OF_THE_DATA,
-    OF_THE_MODEL,
-    OF_THE_TOKENIZER,
     hook,
-    hooks_of,
     intercept_for_planning,
     is_planning,
     note_use,
@@ -164,19 +159,19 @@ class Trainer:
 
     # Hooks for the model, the data and the loss.
 
-    @hook(*OF_THE_MODEL, *OF_THE_TOKENIZER, "sentence_pairs")
+    @hook
     def build_model(self) -> nn.Module:
         """Build the plain model, on any device. Called after ``build_data``."""
         return self.task.build_model()
 
-    @hook(*OF_THE_DATA, *OF_THE_TOKENIZER)
+    @hook
     def build_data(self) -> Data:
         """Build the data sets and a collate function. The training loop creates the data loaders."""
         data = self.task.build_data()
         self.uses_task, self.tokenizer = True, self.task.tokenizer
         return data
 
-    @hook("label_smoothing")
+    @hook
     def compute_loss(self, model: Any, batch: Batch) -> Any:
         """Return the mean loss of the batch as a scalar tensor, or (sum of losses, number of targets).
 
@@ -185,7 +180,7 @@ class Trainer:
         with smoothed_labels(self.config.training.label_smoothing):
             return self.task.compute_loss(model, batch) if self.uses_task else model(**batch).loss
 
-    @hook()
+    @hook
     def count_targets(self, batch: Batch) -> float:
         """Return the number of targets that the loss of ``batch`` averages over.
 
@@ -196,7 +191,7 @@ class Trainer:
         count = self.task.count_targets if self.uses_task else count_targets
         return count(batch, shifted=self._run is not None and self._run.labels_are_shifted)
 
-    @hook("lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay")
+    @hook
     def build_optimizer(self) -> OptimizerSpec:
         """Return the optimizer recipe.
 
@@ -209,7 +204,7 @@ class Trainer:
             )
         return default_optimizer(self.plan, training, groups)
 
-    @hook(*OF_SCHEDULES)
+    @hook
     def build_scheduler(self, total_steps: int) -> Schedule:
         """Return a function that maps the step (from 0) to a fraction of the peak learning rate."""
         return schedule(
@@ -218,7 +213,7 @@ class Trainer:
 
     # Hooks for the evaluation.
 
-    @hook()
+    @hook
     def read_outputs(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return (predictions, references) of an evaluated batch, with one entry per sample, on the host."""
         if not self.uses_task:
@@ -228,7 +223,7 @@ class Trainer:
             outputs = self.task.generate(model, to_device(batch, next(model.parameters()).device))
         return self.task.predict(outputs, batch)
 
-    @hook()
+    @hook
     def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:
         """Compute the metrics of a whole validation set from the results of :meth:`read_outputs`, in sample order.
 
@@ -238,27 +233,27 @@ class Trainer:
 
     # Callbacks. They run on every rank and do nothing by default.
 
-    @hook()
+    @hook
     def on_train_start(self) -> None:
         """Called before the first step of this process."""
 
-    @hook()
+    @hook
     def on_step_end(self, step: int, result: StepResult) -> None:
         """Called after each optimizer step. ``step`` counts from 1."""
 
-    @hook()
+    @hook
     def on_epoch_end(self, epoch: int) -> None:
         """Called after the last step of each epoch in a run whose length is given in epochs."""
 
-    @hook()
+    @hook
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called after each evaluation."""
 
-    @hook()
+    @hook
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """Called after each checkpoint has been written."""
 
-    @hook()
+    @hook
     def on_train_end(self, summary: Mapping[str, Any]) -> None:
         """Called after the last step, evaluation and export."""
 
@@ -541,7 +536,7 @@ def compose(
         if optimizer is not None:
             # Flags that only configure the library's optimizer have no effect, except those that a class takes.
             accepted = OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ()
-            for name in sorted(hooks_of(Trainer)["build_optimizer"].difference(accepted)):
+            for name in sorted(OF_THE_OPTIMIZER.difference(accepted)):
                 if name in template.config.origins:
                     raise ConfigError(
                         f"{spelling(name)} has nothing to act on: the optimizer brings its own options",
@@ -553,6 +548,11 @@ def compose(
         total = steps if isinstance(steps, int) else None
         return open_session(template, None if schedule is None else as_schedule(schedule, total), example)
 
+
+OF_THE_OPTIMIZER = frozenset(
+    ("lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay")
+)
+"""Flags that only the library's own optimizer uses."""
 
 OF_A_CLASS = ("lr", "weight_decay")
 """Flags that become options of the optimizer if the user gives its class."""

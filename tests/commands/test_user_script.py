@@ -110,7 +110,6 @@ def test_a_script_with_its_own_model_and_data(tmp_path: Path, capsys: pytest.Cap
     assert "predicts in one process" in refused(
         capsys, *words, "--overwrite", "--part", "test", "--nproc-per-node", "2"
     )
-    assert "the build_data of Own does not name it" in refused(capsys, "evaluate", run, *hooks, "--data-dir", tmp_path)
     assert "is not of a run" in refused(capsys, "evaluate", _moved(run / "export", tmp_path / "model"), *hooks)
 
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from rapidformer_templates import Trainer, compose
 from rapidformer_templates.errors import ConfigError, ModelError
-from rapidformer_templates.models.rotary import choose_frequencies, notes_about_frequencies
+from rapidformer_templates.models.architectures import choose_frequencies, notes_about_frequencies
 from tests.support.jobs import CausalJob
 from tests.support.parity import trained
 

@@ -15,9 +15,8 @@ from torch import nn
 from rapidformer_templates import Data, Finetuner, Trainer
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
-from rapidformer_templates.planning.metrics import direction_of
 from rapidformer_templates.planning.registry import load_object
-from rapidformer_templates.planning.tasks import METRICS_OF_PROBLEM, TASKS
+from rapidformer_templates.planning.tasks import METRICS_OF_PROBLEM, TASKS, direction_of
 
 FLAGS = ["--lr", "0.1", "--micro-batch-size", "5", "--train-iters", "4", "--eval-interval", "1", "--keep-best"]
 

@@ -81,7 +81,7 @@ def test_accumulation_by_epochs() -> None:
 def test_two_partitionings_and_a_switch_that_needs_another() -> None:
     assert refusal("--nvme-path /d --oss-memory-optimization", GPUS, REGISTRY) == exactly(
         """
-        error[RF011]: nvme-offload needs zero-3
+        error[RF011]: nvme-offload needs --zero-3-memory-optimization
           why    DeepSpeed swaps to disk only what ZeRO-3 has partitioned (DeepSpeed guide of Transformers)
           asked  --nvme-path /d (command line)
           works  without --nvme-path

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-from rapidformer_templates.models import saving
+from rapidformer_templates.models import weight_files
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.export import export_checkpoint, export_model
 from rapidformer_templates.run.fit import fit
@@ -62,7 +62,7 @@ def _export_checkpoint(workers: Workers, folder: Path) -> float:
     model.config.save_pretrained(folder / "model")
     model.save_pretrained(folder / "plain")  # transformers imports other packages the first time
     del model
-    with growth_of_process() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+    with growth_of_process() as growth, mock.patch.object(weight_files, "SHARD_BYTES", SHARD_BYTES):
         export_checkpoint(saved, folder / "model", folder / "export", averages=False)
         return growth() / 2**20
 
@@ -81,7 +81,7 @@ def _merge(workers: Workers, folder: Path, *, use_dora: bool) -> float:
     adapted.save_pretrained(folder / "adapters")
     base.config.save_pretrained(folder / "adapters")
     del base, adapted
-    with growth_of_process() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+    with growth_of_process() as growth, mock.patch.object(weight_files, "SHARD_BYTES", SHARD_BYTES):
         merge(folder / "adapters", folder / "export", str(folder / "base"))
         return growth() / 2**20
 
@@ -98,7 +98,7 @@ def _export_of_a_sharding_engine(workers: Workers, folder: Path) -> float:
     grown: list[float] = []
 
     def export(run: Run) -> None:
-        with growth_of_process() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+        with growth_of_process() as growth, mock.patch.object(weight_files, "SHARD_BYTES", SHARD_BYTES):
             export_model(run.engine, None, folder / "export")
             grown.append(growth() / 2**20)
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.models import saving
+from rapidformer_templates.models import weight_files
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.fit import fit
 from rapidformer_templates.run.run import Run
@@ -157,7 +157,7 @@ def _export_twice(workers: Any, kind: str, flags: str, folder: str) -> None:
 
     def export(run: Run) -> None:
         export_model(run.engine, None, Path(folder, "file"))
-        with mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+        with mock.patch.object(weight_files, "SHARD_BYTES", SHARD_BYTES):
             export_model(run.engine, None, Path(folder, "shards"))
 
     job, own = KINDS[kind]

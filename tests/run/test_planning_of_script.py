@@ -91,14 +91,6 @@ def test_the_text_names_the_script_and_its_hooks(tmp_path: Path, capsys: pytest.
     assert "before" in err
 
 
-def test_flags_that_its_hooks_leave_idle_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "own.py"
-    lines = ["from rapidformer_templates import Trainer", "class Own(Trainer):", "    def build_model(self):"]
-    script.write_text("\n".join([*lines, "        return None", "Own.main()"]))
-    notes = planned(capsys, "--user-script", str(script), "--num-layers", "99")["plan"]["notes"]
-    assert any("--num-layers (command line) acts in the default build_model" in note for note in notes)
-
-
 @pytest.mark.slow
 def test_layouts_of_a_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

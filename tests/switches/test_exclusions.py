@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rapidformer_templates.errors import Refused
-from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, Side, refuse_pair
+from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, Side, clash
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
@@ -61,7 +61,7 @@ def test_one_expert_is_a_mixture() -> None:
 )
 def test_pairs_of_both_sides_are_found(one: Side, other: Side, message: str, asked: str | None) -> None:
     request = build_request(with_switches(["tf32", "fsdp"]), on(GPUS, template="Trainer"), REGISTRY.switches)
-    [found] = refuse_pair(one, other)(request)
+    [found] = clash(request, one, other)
     assert found.message == message
     assert asked is None or found.asked[0] == asked
     assert set(found.switches) == {"tf32", "fsdp"}
@@ -69,8 +69,8 @@ def test_pairs_of_both_sides_are_found(one: Side, other: Side, message: str, ask
 
 def test_pair_may_be_named_the_other_way_round_and_needs_both() -> None:
     request = build_request(with_switches(["tf32", "fsdp"]), GPUS, REGISTRY.switches)
-    [found] = refuse_pair("tf32", "fsdp", TOGETHER_REVERSED)(request)
+    [found] = clash(request, "tf32", "fsdp", message=TOGETHER_REVERSED)
     assert found.message == "fsdp does not work together with tf32"
     assert found.switches == ("tf32", "fsdp")
     alone = build_request(REGISTRY.complete(config_of("--tf32")), GPUS, REGISTRY.switches)
-    assert refuse_pair("tf32", "fsdp")(alone) == []
+    assert clash(alone, "tf32", "fsdp") == []

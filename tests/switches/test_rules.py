@@ -260,9 +260,7 @@ def follow(change: str, words: list[str], place: Environment) -> tuple[list[str]
 
 
 EXAMPLES = [
-    (rule.example.flags, example_request(rule, REGISTRY).environment, False)
-    for rule in REGISTRY.all_rules
-    if rule.refuses
+    (rule.example, example_request(rule, REGISTRY).environment, False) for rule in REGISTRY.all_rules if rule.refuses
 ]
 WORKS = {
     "the rules' examples": EXAMPLES,

@@ -1,4 +1,4 @@
-"""``rapidformer explain``: what a rule refuses, why, an example, and what to do instead."""
+"""``rapidformer explain``: a rule, the reason for it, an example, and what to do instead."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer explain``, for its help and for completion."""
     parser = CommandParser(
         prog="rapidformer explain",
-        description="Print what a rule refuses, why, an example that breaks it, and what to do instead.",
+        description="Print a rule, the reason for it, an example that breaks it, and what to do instead.",
         epilog="example: rapidformer explain RF006",
     )
     parser.add_argument(
@@ -64,10 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The four parts of the explanation of a rule.
+    """The parts of the explanation of a rule.
 
     Attributes:
-        refuses: what the rule refuses.
         why: the reason, as a sentence.
         source: where the reason comes from.
         command: a command that breaks the rule.
@@ -76,7 +75,6 @@ class Explanation:
         instead: the nearest commands that work. Empty if the rule only adds a note to the plan.
     """
 
-    refuses: str
     why: str
     source: str
     command: str
@@ -94,11 +92,10 @@ def explanation(rule: Rule, registry: Registry) -> Explanation:
         answer += f"\n  asked  {', '.join(finding.asked)}"
     why = rule.why if NAMES.match(rule.why) else rule.why[:1].upper() + rule.why[1:]
     return Explanation(
-        refuses=rule.refusal or f"{finding.message[:1].upper()}{finding.message[1:]}.",
         why=f"{why}.",
         source=in_words(rule.source),
-        command=f"{'rapidformer' if rule.example.training else 'rapidformer plan'} {rule.example.flags}",
-        machine=", ".join(f"{name} {value}" for name, value in rule.example.machine.items()),
+        command=f"{'rapidformer' if rule.training else 'rapidformer plan'} {rule.example}",
+        machine=", ".join(f"{name} {value}" for name, value in rule.machine.items()),
         answer=answer,
         instead=tuple(to_suggestion(path) for path in nearest(request, registry)) if rule.refuses else (),
     )
@@ -109,7 +106,6 @@ def explain(code: str, registry: Registry) -> str:
     rule = next(rule for rule in registry.all_rules if rule.code == code)
     entry = explanation(rule, registry)
     sections = {
-        "What it refuses": [entry.refuses],
         "Why": [entry.why, f"Source: {entry.source}."],
         "Example": [
             f"$ {entry.command}" + (f"   # on a machine with {entry.machine}" if entry.machine else ""),
@@ -126,10 +122,10 @@ def example_request(rule: Rule, registry: Registry) -> Request:
     from rapidformer_templates.commands.plan import PlanFlags
     from rapidformer_templates.planning.resolve import choose_template
 
-    parsed = parse(shlex.split(rule.example.flags), registry.options(), user=PlanFlags)
+    parsed = parse(shlex.split(rule.example), registry.options(), user=PlanFlags)
     workers = parsed.user.workers or 1
     config = dataclasses.replace(parsed, user=None)
     template, origin = choose_template(config, registry)
     environment = Environment(template=template, template_origin=origin, world_size=workers, local_world_size=workers)
-    environment = dataclasses.replace(environment, **rule.example.machine)
-    return build_request(config, environment, registry.switches, training=rule.example.training)
+    environment = dataclasses.replace(environment, **rule.machine)
+    return build_request(config, environment, registry.switches, training=rule.training)

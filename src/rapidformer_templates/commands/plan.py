@@ -246,11 +246,11 @@ def _plan_script(script: str, words: list[str]) -> int:
     """Show what a script would run with these words: its class, its values, its flags and its hooks."""
     from rapidformer_templates.run import configure
     from rapidformer_templates.run.planned_model import HookModel, hook_model
-    from rapidformer_templates.run.scripts import overridden_hooks, unused_flags
+    from rapidformer_templates.run.scripts import overridden_hooks
 
     options, rest = split(words, PlanFlags)
 
-    def inspect(template: Template) -> tuple[Template, Environment, tuple[str, ...], HookModel | None]:
+    def inspect(template: Template) -> tuple[Template, Environment, HookModel | None]:
         kind, config = type(template), template.config
         world, local = options.workers or config.launch.nproc_per_node, options.local_world_size
         source = None
@@ -258,9 +258,9 @@ def _plan_script(script: str, words: list[str]) -> int:
             from rapidformer_templates.switches.auto_strategy.model_of_flags import FlagModel
 
             source = hook_model(template, FlagModel, searching=configure.is_searched(config))
-        return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config), source
+        return template, configure.environment_of(kind, config, world, local), source
 
-    template, environment, notes, source = scripts.capture_template(script, rest, inspect)
+    template, environment, source = scripts.capture_template(script, rest, inspect)
     kind, config = type(template), template.config
     detected = _planned_environment(environment, config, options)
     checks: list[Check] = []
@@ -274,7 +274,7 @@ def _plan_script(script: str, words: list[str]) -> int:
         measure = _engine_measure(template, source, "build_optimizer()")
     elif options.engine_memory:
         measure = _engine_measure(template, source, "--engine-memory")
-    return _show_resolved(config, detected, options, checks, about_script, notes, source, measure)
+    return _show_resolved(config, detected, options, checks, about_script, source, measure)
 
 
 def _engine_measure(template: Template, source: ModelSource | None, where: str) -> MeasurePlan:
@@ -309,7 +309,6 @@ def _show_resolved(
     options: PlanFlags,
     checks: Iterable[Check],
     script: AboutScript | None = None,
-    notes: tuple[str, ...] = (),
     source: ModelSource | None = None,
     measure: MeasurePlan | None = None,
 ) -> int:
@@ -327,7 +326,7 @@ def _show_resolved(
             from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
 
             config = with_stages_by_memory(config, detected, source)
-        plan = _with_notes(resolve(config, detected), config, notes)
+        plan = _with_notes(resolve(config, detected), config)
     except Refused as refused:
         if not options.json:
             raise
@@ -381,13 +380,13 @@ def _search(config: RunConfig, detected: Environment, options: PlanFlags, source
     return plan_command(config, detected, terms, source, as_json=as_json, cached=cached, compared=options.compare)
 
 
-def _with_notes(plan: Plan, config: RunConfig, notes: tuple[str, ...]) -> Plan:
-    """Return the plan with more notes: unknown sizes of the model, ``notes``, the length of a run in epochs."""
-    added = list(notes)
+def _with_notes(plan: Plan, config: RunConfig) -> Plan:
+    """Return the plan with more notes: unknown sizes of the model, the length of a run in epochs."""
+    added = []
     if config_is_unknown(config.model):
         model = config.model.pretrained_model_name_or_path
         what = f"the sizes of {model} are not known here"
-        added.insert(0, f"{what}: it is not in the cache, and the hub cannot be reached")
+        added.append(f"{what}: it is not in the cache, and the hub cannot be reached")
     epochs = config.training.train_iters
     if isinstance(epochs, Epochs):
         is_counted = not any(REGISTRY[name].order for name in plan.switches)

@@ -278,7 +278,7 @@ def _part_of_run(config: RunConfig, part: str) -> DataPart:
 
 
 def _predict(config: RunConfig, options: PredictOptions, task: Task, part: DataPart, inputs: Inputs) -> int:
-    from rapidformer_templates.models.rotary import choose_frequencies
+    from rapidformer_templates.models.architectures import choose_frequencies
     from rapidformer_templates.run.predictions import predict_inputs
     from rapidformer_templates.system.terminal import ProgressBar
 

@@ -19,7 +19,7 @@ from rapidformer_templates.planning.flags import DataFlags, ModelFlags, flag
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.saved_model import SavedModel, find_saved, values_of
-from rapidformer_templates.run.scripts import capture_template, unused_flags
+from rapidformer_templates.run.scripts import capture_template
 from rapidformer_templates.system import launch
 
 if TYPE_CHECKING:
@@ -133,8 +133,7 @@ def template_of_script(
         more: further values of flags.
 
     Raises:
-        ConfigError: the folder is not one of a run, the script trains nothing, or its hooks do not use one of the
-            values.
+        ConfigError: the folder is not one of a run, or the script trains nothing.
     """
     if saved.run is None:
         raise ConfigError(
@@ -149,9 +148,6 @@ def template_of_script(
     in_code |= {name: (value, "the command") for name, value in more.items()}
     in_code |= {name: (value, COMMAND_LINE) for name, value in values.items()}
     template.set_config(REGISTRY.merge_files(parse([], REGISTRY.options(), user=user, in_code=in_code)))
-    idle = [note for note in unused_flags(type(template), template.config) if "(command line)" in note]
-    if idle:
-        raise ConfigError(idle[0], where="--user-script", hint="leave the flag out")
     return template
 
 

@@ -22,6 +22,7 @@ from rapidformer_templates.models.architectures import (
     SEQUENCE_CLASSIFICATION,
     SIZE_FLAGS,
     check_head,
+    choose_frequencies,
     dropout_rates,
     has_head_of,
     objective_of,
@@ -38,7 +39,6 @@ from rapidformer_templates.models.model_files import (
     quantization_of,
     vocabulary_size,
 )
-from rapidformer_templates.models.rotary import choose_frequencies
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
 from rapidformer_templates.planning.hub import PRETRAINED, Part, model_folder

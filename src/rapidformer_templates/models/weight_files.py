@@ -1,10 +1,9 @@
-"""Tensors of weight files that workers read in parts. Transformers alone reads every tensor whole.
+"""Files with weights: tensors that workers read in parts, and models written in the format of transformers.
 
-Both formats store the elements of a tensor as consecutive bytes: safetensors, and the archive that ``torch.save``
-writes (``pytorch_model.bin``). The format that torch had before version 1.6 is read as usual.
-
-A context variable holds the function that reads the tensors for ``from_pretrained``. Without one, transformers reads
-files as it always does.
+Transformers alone reads every tensor whole. Both formats store the elements of a tensor as consecutive bytes:
+safetensors, and the archive that ``torch.save`` writes (``pytorch_model.bin``). The format that torch had before
+version 1.6 is read as usual. A context variable holds the function that reads the tensors for ``from_pretrained``.
+Without one, transformers reads files as it always does.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,11 +21,17 @@ from typing import Any, NamedTuple, TypedDict
 from zipfile import is_zipfile
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import modeling_utils
+from transformers import PreTrainedModel, modeling_utils
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from rapidformer_templates.models.loading import mark_folder, quiet_transformers
+from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.replaced_functions import patch_function
+from rapidformer_templates.system.tensor_files import TensorFiles
 
 CHUNK = 4 << 20
 """Bytes that are read at a time if their type changes."""
@@ -242,3 +247,35 @@ class _Slice:
     def __getitem__(self, index: object) -> torch.Tensor:
         tensor = self._read(self._tensor) if index is Ellipsis else None
         return self._original[index] if tensor is None else tensor
+
+
+SHARD_BYTES = 5 * 10**9
+"""Maximum bytes of a file with weights. A larger tensor has a file to itself."""
+
+
+def save_model(
+    model: PreTrainedModel, folder: Path, files: TensorFiles, weights: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write weights and configuration as ``from_pretrained`` reads them.
+
+    Args:
+        files: take the tensors that transformers computes to undo its changes of a format, such as stacked experts.
+        weights: weights by name. They replace the model's own.
+    """
+    with quiet_transformers(), files.results_stored():
+        model.save_pretrained(folder, state_dict=weights, max_shard_size=SHARD_BYTES)
+    mark_folder(folder)
+
+
+def save_weights(weights: Mapping[str, torch.Tensor], folder: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write the weights of a model that is not from transformers, under the same file names."""
+    split = split_torch_state_dict_into_shards(
+        dict(weights),
+        filename_pattern=SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=SHARD_BYTES,
+    )
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: weights[name] for name in names}, folder / file, metadata=metadata)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.request import optimizer_facts
 from rapidformer_templates.planning.switch import (
     TEMPLATES,
     Change,
-    Example,
     Finding,
     Measured,
     Request,
     Resource,
-    Rule,
+    RuleList,
     Switch,
+    drop,
     move,
     replace,
 )
@@ -30,46 +31,27 @@ def partitions_without_zero(switch: Switch) -> bool:
     return switch.family == PARTITIONING and not switch.name.startswith("zero-")
 
 
-def needs_template(*names: str) -> Callable[[Request], list[Finding]]:
-    """Build a check that refuses each named switch outside of its ``templates``."""
-
-    def one(request: Request, switch: Switch) -> Finding:
-        several = f"one of the templates {', '.join(TEMPLATES)}"
-        needed = several if len(switch.templates) > 1 else f"the {switch.templates[0]} template"
-        environment = request.environment
-        template = f"template {environment.template or 'none'} ({environment.template_origin})"
-        return Finding(
-            f"{switch.name} needs {needed}",
-            (*request.asked_for(switch.name), template),
-            switches=(switch.name,),
-            changes=tuple(move(request, template) for template in switch.templates),
-        )
-
-    def check(request: Request) -> list[Finding]:
-        active = (request.active[name] for name in names if name in request.active)
-        return [one(request, switch) for switch in active if request.environment.template not in switch.templates]
-
-    return check
-
-
 @dataclass(frozen=True)
-class FlagValues:
-    """Values of a switch's flag, as one side of an exclusion.
+class Given:
+    """A flag that is given, as one side of a rule.
 
     Attributes:
         field: the field of the flag.
-        values: the excluded values.
-        instead: the change that chooses another value.
+        values: the values that count. Empty if all do, except the default and False.
+        instead: the changes that choose another value. None stands for the flag's default.
     """
 
     field: str
-    values: tuple[str, ...]
-    instead: Change
+    values: tuple[object, ...] = ()
+    instead: tuple[Change, ...] | None = None
 
 
-Side: TypeAlias = "str | Resource | FlagValues | Callable[[Switch], bool] | tuple[Side, ...] | Mapping[str, str]"
-"""One side of an exclusion: the name of a switch or family, a claimed resource, values of a flag, a predicate, or a
-tuple of sides.
+ENCODER_DECODER = Given("task", ("seq2seq_lm",), instead=())
+"""The task that trains an encoder and a decoder. A run for another task is another run."""
+
+Side: TypeAlias = "str | Resource | Given | Callable[[Switch], bool] | tuple[Side, ...] | Mapping[str, str]"
+"""One side of a rule: the name of a switch or family, a claimed resource, a given flag, a predicate, or a tuple of
+sides.
 
 A mapping of names adds to each the reason why the other side excludes it.
 """
@@ -78,59 +60,76 @@ A mapping of names adds to each the reason why the other side excludes it.
 TOGETHER, TOGETHER_REVERSED = "{0} does not work together with {1}", "{1} does not work together with {0}"
 
 
-def excludes(
-    one: Side,
-    other: Side,
-    *,
-    code: str,
-    title: str,
-    why: str,
-    source: str,
-    example: Example,
-    refusal: str,
-    message: str = TOGETHER,
-    when: Callable[[Request], bool] | None = None,
-    concerns: str = "",
-) -> Rule:
-    """Declare that two sides exclude each other.
+def clash(request: Request, *sides: Side, message: str = TOGETHER) -> list[Finding]:
+    """Find the active switches and given flags of all sides, which exclude each other.
 
-    The switch that came later declares it. So no switch names a newer one, and a switch takes all of its exclusions
+    The switch that came later has the rule. So no switch names a newer one, and a switch takes all of its exclusions
     along if its folder is removed.
 
     Args:
-        code, title, why, source, example, refusal, concerns: see :class:`Rule`.
         message: what is wrong, with a place for each side.
-        when: a further condition.
     """
-    check = refuse_pair(one, other, message, when)
-    return Rule(code, title, why, source, check, example, refusal=refusal, concerns=concerns)
+    return [
+        Finding(
+            message.format(*(party.name for party in parties)) + "".join(party.reason for party in parties),
+            sum((party.flags for party in parties), ()),
+            switches=sum((party.switches for party in parties), ()),
+            changes=sum((party.changes for party in parties), ()),
+        )
+        for parties in itertools.product(*(_parties(request, side) for side in sides))
+    ]
 
 
-def refuse_pair(
-    one: Side, other: Side, message: str = TOGETHER, when: Callable[[Request], bool] | None = None
-) -> Callable[[Request], list[Finding]]:
-    """Build a check that refuses any active switch of one side with any of the other. See :func:`excludes`."""
+def needs(request: Request, one: Side, other: Side, *ways: Change, message: str | None = None) -> list[Finding]:
+    """Find the active switches and given flags of one side, if nothing of the other side is there.
 
-    def check(request: Request) -> list[Finding]:
-        if when is not None and not when(request):
-            return []
-        return [
-            Finding(
-                message.format(a.name, b.name) + b.reason,
-                a.flags + b.flags,
-                switches=a.switches + b.switches,
-                changes=a.changes + b.changes,
+    Args:
+        ways: changes that add the other side. By default, the message names the first one.
+        message: what is wrong, with a place for the first side.
+    """
+    if _parties(request, other):
+        return []
+    message = message or f"{{}} needs {ways[0].describe}"
+    return [
+        Finding(message.format(party.name), party.flags, party.switches, (*ways, *party.changes))
+        for party in _parties(request, one)
+    ]
+
+
+def needs_template(request: Request, *names: str) -> Iterator[Finding]:
+    """Find those of the named switches that are active outside of their ``templates``."""
+    environment = request.environment
+    template = f"template {environment.template or 'none'} ({environment.template_origin})"
+    for switch in (request.active[name] for name in names if name in request.active):
+        if environment.template not in switch.templates:
+            several = f"one of the templates {', '.join(TEMPLATES)}"
+            needed = several if len(switch.templates) > 1 else f"the {switch.templates[0]} template"
+            yield Finding(
+                f"{switch.name} needs {needed}",
+                (*request.asked_for(switch.name), template),
+                switches=(switch.name,),
+                changes=tuple(move(request, template) for template in switch.templates),
             )
-            for a in _parties(request, one)
-            for b in _parties(request, other)
-        ]
 
-    return check
+
+def one_claim(request: Request, *resources: Resource) -> Iterator[Finding]:
+    """Find pairs of active switches that claim the same one of these resources."""
+    for a, b in itertools.combinations(request.active.values(), 2):
+        shared = [resource.value for resource in resources if resource in a.claims & b.claims]
+        if shared:
+            message = f"{a.name} and {b.name} both take over {shared[0]}"
+            yield Finding(message, request.asked_for(a.name, b.name), switches=(a.name, b.name))
+
+
+def nearest_divisor(name: str, size: int, fits: Callable[[int], bool]) -> tuple[Change, ...]:
+    """Suggest the largest size above one and at most ``size`` that fits, if there is one."""
+    best = next((n for n in range(size, 1, -1) if fits(n)), None)
+    return (replace({name: best}),) if best else ()
 
 
 @dataclass(frozen=True)
 class _Party:
-    """An active switch, or a value of its flag, on one side of an exclusion.
+    """An active switch or a given flag on one side of a rule.
 
     Attributes:
         name: how a message names it.
@@ -149,15 +148,24 @@ class _Party:
 def _parties(request: Request, side: Side) -> list[_Party]:
     if isinstance(side, tuple):
         return [party for part in side for party in _parties(request, part)]
-    if isinstance(side, FlagValues):
-        is_active, value = request.config.section_of(side.field) in request.active, request.config.get(side.field)
-        chosen = is_active and value in side.values
-        return [_Party(str(value), request.asked(side.field), changes=(side.instead,))] if chosen else []
+    if isinstance(side, Given):
+        return _given(request, side)
     if isinstance(side, Mapping):
         reasons = {name: f", which {why}" for name, why in side.items() if name in request.active}
     else:
         reasons = {name: "" for name, switch in request.active.items() if _is_on_side(switch, side)}
     return [_Party(name, request.asked_for(name), reason, (name,)) for name, reason in reasons.items()]
+
+
+def _given(request: Request, side: Given) -> list[_Party]:
+    config, name = request.config, side.field
+    value, default, section = config.get(name), config.default(name), config.section_of(name)
+    counts = value in side.values if side.values else value is not False and value != default
+    if not counts or (section in config.switches and section not in request.active):
+        return []
+    flag = spelling(name) if value is True else f"{spelling(name)} {value}"
+    changes = (drop({name: default}),) if side.instead is None else side.instead
+    return [_Party(flag, request.asked(name), changes=changes)]
 
 
 def _is_on_side(switch: Switch, side: str | Resource | Callable[[Switch], bool]) -> bool:
@@ -171,47 +179,20 @@ def idle_without_copies(note: str) -> Callable[[Request], tuple[str, ...]]:
     return lambda request: (note,) if request.sizes.copies == 1 else ()
 
 
-def one_claim(*resources: Resource) -> Callable[[Request], list[Finding]]:
-    """Build a check that refuses two active switches that claim one of these resources."""
-
-    def check(request: Request) -> list[Finding]:
-        claiming = [switch for switch in request.active.values() if not switch.claims.isdisjoint(resources)]
-        findings = []
-        for a, b in itertools.combinations(claiming, 2):
-            shared = [resource.value for resource in resources if resource in a.claims & b.claims]
-            if shared:
-                message = f"{a.name} and {b.name} both take over {shared[0]}"
-                findings.append(Finding(message, request.asked_for(a.name, b.name), switches=(a.name, b.name)))
-        return findings
-
-    return check
+OFFLOAD_RULES = RuleList()
 
 
-def has_no_cpu_form(request: Request) -> list[Finding]:
-    """Refuse an offloaded optimizer that has no CPU implementation."""
-    optimizer = optimizer_facts(request)
-    offloads = [switch.name for switch in request.of_family("offload")]
-    if optimizer.cpu_form:
-        return []
-    return [
-        Finding(
-            f"{optimizer.name} cannot be offloaded: it has no CPU implementation",
-            (*request.asked("optimizer"), *request.asked_for(*offloads)),
-            switches=tuple(offloads),
-            changes=(replace({"optimizer": "adamw"}),),
-        )
-    ]
+@OFFLOAD_RULES.add("RF012", "[D]", "--cpu-offload --optimizer lamb")
+def _optimizer_has_cpu_form(request: Request) -> Iterator[Finding]:
+    """An offloaded optimizer needs both a CPU and a GPU implementation.
 
-
-OPTIMIZER_HAS_CPU_FORM = Rule(
-    "RF012",
-    "An offloaded optimizer needs both a CPU and a GPU implementation.",
-    "an offloaded state is updated on the CPU, for which LAMB and the GPU-only optimizers have no kernel",
-    "[D]",
-    has_no_cpu_form,
-    Example("--cpu-offload --optimizer lamb"),
-    refusal="Offload of an optimizer that has no CPU implementation, such as LAMB.",
-)
+    Why: an offloaded state is updated on the CPU, for which LAMB and the GPU-only optimizers have no kernel.
+    """
+    optimizer, offloads = optimizer_facts(request), tuple(switch.name for switch in request.of_family("offload"))
+    if not optimizer.cpu_form:
+        message = f"{optimizer.name} cannot be offloaded: it has no CPU implementation"
+        flags = (*request.asked("optimizer"), *request.asked_for(*offloads))
+        yield Finding(message, flags, switches=offloads, changes=(replace({"optimizer": "adamw"}),))
 
 
 PADDING = 128

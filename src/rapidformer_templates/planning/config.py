@@ -61,10 +61,18 @@ class RunConfig:
         """Return the section ('data', 'user', …) or the switch that declares the field ``name``."""
         return self._declared_in[name]
 
+    def group_of(self, name: str) -> Any:
+        """Return the dataclass of flags that has the field ``name``."""
+        section = self.section_of(name)
+        return self.switches[section] if section in self.switches else getattr(self, section)
+
     def get(self, name: str) -> Any:
         """Return the value of the field ``name`` of any section or switch."""
-        section = self.section_of(name)
-        return getattr(self.switches[section] if section in self.switches else getattr(self, section), name)
+        return getattr(self.group_of(name), name)
+
+    def default(self, name: str) -> Any:
+        """Return the default of the field ``name``."""
+        return getattr(type(self.group_of(name)), name)
 
     def origin(self, name: str) -> str:
         return self.origins.get(name, "default")
@@ -89,9 +97,7 @@ class RunConfig:
         Raises:
             ConfigError: the value has the wrong type, is not one of the choices, or is out of range.
         """
-        section = self.section_of(name)
-        options: object = self.switches[section] if section in self.switches else getattr(self, section)
-        kind: type = type(options)
+        kind: type = type(self.group_of(name))
         declared = next(f for f in dataclasses.fields(kind) if f.name == name)
         return checked_value(declared, field_types(kind)[name], value, origin)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rapidformer_templates.errors import ConfigError, DataError, MistakeCollector, did_you_mean
+from rapidformer_templates.planning.checks import Given, clash, needs
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_values import Interval, mixture_of
-from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.switch import (
     Change,
-    Example,
     Finding,
     Request,
     RuleList,
@@ -44,19 +42,16 @@ OF_EVALUATIONS = {
 """Flags about evaluations, with their values when off."""
 
 NOT_STREAMED = drop({"streaming": False, "shuffle_buffer": None})
+STREAM = Given("streaming", instead=(NOT_STREAMED,))
+QUESTIONS = Given("task", ("question_answering",), instead=())
 
 
-@DATA_RULES.add(
-    "RF151",
-    "A run over a stream is counted in steps, not in epochs.",
-    "rows are counted only as they are read, but the learning rate schedule needs the number of steps in advance",
-    "[rapidformer_templates]",
-    Example("--task causal_lm --streaming --epochs 3"),
-    refusal="A stream in a run whose length or intervals are given in epochs.",
-)
-def _by_iterations(request: Request) -> list[Finding]:
-    """Refuse lengths and intervals in epochs on a stream."""
-    findings = []
+@DATA_RULES.add("RF151", "[rapidformer_templates]", "--task causal_lm --streaming --epochs 3")
+def _by_iterations(request: Request) -> Iterator[Finding]:
+    """A run over a stream is counted in steps, not in epochs.
+
+    Why: rows are counted only as they are read, but the learning rate schedule needs the number of steps in advance.
+    """
     for name in request.config.training.in_epochs if request.config.data.streaming else ():
         is_length = name in ("epochs", "train_iters")
         steps = {"epochs": None, "train_iters": 1000} if is_length else {name: Interval(1000)}
@@ -64,89 +59,59 @@ def _by_iterations(request: Request) -> list[Finding]:
         text = f"{flag} N without --epochs" if name == "epochs" else f"{flag} N"
         by_steps = Change(text, NOT_STREAMED.cost / 2, steps, note="a number of steps")
         message = "a stream has no length, so an epoch has no number of steps"
-        findings.append(Finding(message, request.asked("streaming", name), changes=(by_steps, NOT_STREAMED)))
-    return findings
+        yield Finding(message, request.asked("streaming", name), changes=(by_steps, NOT_STREAMED))
 
 
-@DATA_RULES.add(
-    "RF152",
-    "Streaming is for tasks in which each row is a sample.",
-    "the head of a classifier needs the labels of all rows, and an answer is scored over all windows of its text",
-    "[rapidformer_templates]",
-    Example("--task sequence_classification --streaming"),
-    refusal="A stream for a task that needs all rows in advance.",
-)
+@DATA_RULES.add("RF152", "[rapidformer_templates]", "--task sequence_classification --streaming")
 def _row_by_row(request: Request) -> list[Finding]:
-    task = request.config.training.task
-    if not request.config.data.streaming or task is None or TASKS[task].is_streamed:
-        return []
-    message = f"the data of --task {task} cannot be streamed"
-    return [Finding(message, request.asked("streaming", "task"), changes=(NOT_STREAMED,))]
+    """Streaming is for tasks in which each row is a sample.
+
+    Why: the head of a classifier needs the labels of all rows, and an answer is scored over all windows of its text.
+    """
+    whole = Given("task", tasks_with(lambda task: not task.is_streamed), instead=())
+    return clash(request, STREAM, whole, message="the data of {1} cannot be streamed")
 
 
-@DATA_RULES.add(
-    "RF153",
-    "Flags that act on all samples at once cannot be used with a stream.",
-    "a stream is read from front to back, one part at a time",
-    "[rapidformer_templates]",
-    Example("--task causal_lm --streaming --group-by-length"),
-    refusal="A stream together with a flag that needs all samples at once.",
-)
-def _asks_nothing_of_the_whole(request: Request) -> list[Finding]:
+@DATA_RULES.add("RF153", "[rapidformer_templates]", "--task causal_lm --streaming --group-by-length")
+def _asks_nothing_of_the_whole(request: Request) -> Iterator[Finding]:
+    """Flags that act on all samples at once cannot be used with a stream.
+
+    Why: a stream is read from front to back, one part at a time.
+    """
     if not request.config.data.streaming:
-        return []
-    findings = []
+        return
     for name, (off, why) in OF_THE_WHOLE.items():
         if request.config.get(name) not in (off, False):
             message = f"{spelling(name)} has no effect on a stream: {why}"
-            changes = (drop({name: off}), NOT_STREAMED)
-            findings.append(Finding(message, request.asked("streaming", name), changes=changes))
+            yield Finding(message, request.asked("streaming", name), changes=(drop({name: off}), NOT_STREAMED))
     evaluation_flags = [name for name, off in OF_EVALUATIONS.items() if request.config.get(name) not in (off, False)]
     if request.config.training.task == "pretraining" and evaluation_flags:
         without = drop({name: OF_EVALUATIONS[name] for name in evaluation_flags} | {"metric_for_best_mode": None})
         flags = " and ".join(map(spelling, evaluation_flags))
         message = f"{flags} would do nothing: a streamed corpus has no validation and no test part"
-        findings.append(
-            Finding(message, request.asked("streaming", *evaluation_flags), changes=(without, NOT_STREAMED))
-        )
-    return findings
+        yield Finding(message, request.asked("streaming", *evaluation_flags), changes=(without, NOT_STREAMED))
 
 
 @DATA_RULES.add(
-    "RF154",
-    "A mixture of data sets has its own order.",
-    "its shares are exact at any time, which batches by length or a stream would break; precomputed "
-    "log-probabilities and the windows of question answering are numbered within one data set",
-    "[rapidformer_templates]",
-    Example("--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length"),
-    refusal="Mixtures of data sets with streams, batches by length, question answering or a precomputed reference.",
+    "RF154", "[rapidformer_templates]", "--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length"
 )
 def _mixes_whole_sets(request: Request) -> list[Finding]:
-    config = request.config
+    """A mixture of data sets has its own order.
+
+    Why: its shares are exact at any time, which batches by length or a stream would break; precomputed
+    log-probabilities and the windows of question answering are numbered within one data set.
+    """
     try:
-        mixture = mixture_of(config.data.data_name)
+        mixture = mixture_of(request.config.data.data_name)
     except DataError:
-        return []  # the code that reads the data reports it
+        mixture = None  # the code that reads the data reports it
     if not mixture:
         return []
-    one = replace({"data_name": mixture[0][1]})
-    off = {"streaming": False, "group_by_length": None, "precompute_reference": False}
-    flags = [
-        Finding(
-            f"{spelling(name)} cannot be combined with a mixture of data sets",
-            request.asked("data_name", name),
-            changes=(drop({name: value}), one),
-        )
-        for name, value in off.items()
-        if config.get(name) not in (value, False)
-    ]
-    if config.training.task == "question_answering":
-        message = "--task question_answering takes one data set"
-        flags.append(Finding(message, request.asked("data_name", "task"), changes=(one,)))
-    return flags
+    mixed = Given("data_name", instead=(replace({"data_name": mixture[0][1]}),))
+    whole = (Given("streaming"), Given("group_by_length"), Given("precompute_reference"), QUESTIONS)
+    return clash(request, mixed, whole, message="{1} cannot be combined with a mixture of data sets")
 
 
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingFlags)}
 TWO_ROWS = tasks_with(lambda task: task.compares_answers)
 COMPARED = ("dpo", "ipo", "kto")
 """Losses that compare the model with a reference."""
@@ -179,148 +144,107 @@ def _reasons(request: Request, field: str) -> list[tuple[str, str]]:
 _PRECOMPUTE = add({"precompute_reference": True}, "the model itself, before its first step")
 
 
-@DATA_RULES.add(
-    "RF130",
-    "Noise on the embeddings is for samples of one row.",
-    "it is drawn by a sample's position, which a chosen and a rejected answer share, as choices do",
-    "[rapidformer_templates]",
-    Example("--task preference --neftune-alpha 5"),
-    refusal="Noise on the embeddings in preference training and with several choices.",
-)
+@DATA_RULES.add("RF130", "[rapidformer_templates]", "--task preference --neftune-alpha 5")
 def _one_row_a_sample(request: Request) -> list[Finding]:
-    training = request.config.training
-    task = TASKS[training.task] if training.task else None
-    if task is None or task.rows_per_sample == 1 or not training.neftune_alpha:
+    """Noise on the embeddings is for samples of one row.
+
+    Why: it is drawn by a sample's position, which a chosen and a rejected answer share, as choices do.
+    """
+    several = Given("task", tasks_with(lambda task: task.rows_per_sample > 1), instead=())
+    if not request.config.training.neftune_alpha:
         return []
-    rows = "two answers" if task.compares_answers else "choices"
-    message = f"--neftune-alpha is for samples of one row, not for the {rows} of --task {task.name}"
-    return [Finding(message, request.asked("neftune_alpha", "task"), changes=(drop({"neftune_alpha": None}),))]
+    return clash(request, Given("neftune_alpha"), several, message="{0} is for samples of one row, unlike those of {1}")
 
 
-@DATA_RULES.add(
-    "RF131",
-    "Preferences and rewards can be combined only with switches that keep the logits and add no loss.",
-    "a forward of the reference would be counted or captured as one of the trained model",
-    "[rapidformer_templates]",
-    Example("--task preference --num-experts 4"),
-    refusal="Preferences or rewards together with a switch that replaces the logits or adds to the loss.",
-)
-def _one_loss(request: Request) -> list[Finding]:
-    if request.config.training.task not in TWO_ROWS:
-        return []
-    return [
-        Finding(
-            f"--task {request.config.training.task} has two forwards or two answers per sample, but {name} {why}",
-            (*request.asked_for(name), *request.asked("task")),
-            switches=(name,),
-        )
-        for name, why in _reasons(request, "no_second_forward")
-    ]
+@DATA_RULES.add("RF131", "[rapidformer_templates]", "--task preference --num-experts 4")
+def _one_loss(request: Request) -> Iterator[Finding]:
+    """Preferences and rewards can be combined only with switches that keep the logits and add no loss.
+
+    Why: a forward of the reference would be counted or captured as one of the trained model.
+    """
+    task = request.config.training.task
+    for name, why in _reasons(request, "no_second_forward") if task in TWO_ROWS else ():
+        message = f"--task {task} has two forwards or two answers per sample, but {name} {why}"
+        yield Finding(message, (*request.asked_for(name), *request.asked("task")), switches=(name,))
 
 
 @DATA_RULES.add(
     "RF132",
-    "A forward of the reference needs an engine that can run one.",
-    "a schedule of stages runs only the trained model; with --precompute-reference there is no such forward",
     "[rapidformer_templates]",
-    Example("--task preference --pipeline-model-parallel-size 2 --num-layers 4 --world-size 2"),
-    refusal="A second forward for the reference under an engine that cannot run one, such as a pipeline.",
+    "--task preference --pipeline-model-parallel-size 2 --num-layers 4 --world-size 2",
 )
-def _forward_of_reference(request: Request) -> list[Finding]:
-    if not _compares(request.config) or request.config.training.precompute_reference:
-        return []
-    return [
-        Finding(
-            f"this run cannot compute the reference model: {name} {why}",
-            (*request.asked_for(name), *request.asked("preference_loss")),
-            switches=(name,),
-            changes=(_PRECOMPUTE,),
-        )
-        for name, why in _reasons(request, "no_second_model")
-    ]
+def _forward_of_reference(request: Request) -> Iterator[Finding]:
+    """A forward of the reference needs an engine that can run one.
+
+    Why: a schedule of stages runs only the trained model; with --precompute-reference there is no such forward.
+    """
+    if _compares(request.config) and not request.config.training.precompute_reference:
+        for name, why in _reasons(request, "no_second_model"):
+            message = f"this run cannot compute the reference model: {name} {why}"
+            flags = (*request.asked_for(name), *request.asked("preference_loss"))
+            yield Finding(message, flags, switches=(name,), changes=(_PRECOMPUTE,))
 
 
-@DATA_RULES.add(
-    "RF133",
-    "The reference is the model that the run starts from.",
-    "DPO, IPO and KTO measure how far training has moved from it",
-    "[Rafailov et al., 2023]",
-    Example("--task preference --load run --weights-only"),
-    refusal="Preference training that continues from a model which its reference would not be.",
-)
-def _copy_is_the_start(request: Request) -> list[Finding]:
+@DATA_RULES.add("RF133", "[Rafailov et al., 2023]", "--task preference --load run --weights-only")
+def _copy_is_the_start(request: Request) -> Iterator[Finding]:
+    """The reference is the model that the run starts from.
+
+    Why: DPO, IPO and KTO measure how far training has moved from it.
+    """
     training = request.config.training
     if not _compares(request.config) or training.precompute_reference or training.load is None:
-        return []
+        return
     if has_frozen_copy(request.config, request.active.values()):
         message = "--load changes the model after the reference was built, so both would start from different weights"
     elif training.weights_only:
         message = "the run begins with the adapters of --load, but the reference is the model without adapters"
     else:  # the loaded run continues, and its reference is also the model without adapters
-        return []
+        return
     changes = (_PRECOMPUTE, drop({"load": None, "weights_only": False}))
-    return [Finding(message, request.asked("load", "preference_loss"), changes=changes)]
+    yield Finding(message, request.asked("load", "preference_loss"), changes=changes)
 
 
 @DATA_RULES.add(
-    "RF134",
-    "A reference is computed only for a loss that compares with it.",
-    "ORPO and SimPO use only the trained model",
-    "[Hong et al., 2024; Meng et al., 2024]",
-    Example("--task preference --preference-loss orpo --precompute-reference"),
-    refusal="--precompute-reference for a loss without a reference.",
+    "RF134", "[Hong et al., 2024; Meng et al., 2024]", "--task preference --preference-loss orpo --precompute-reference"
 )
 def _reference_is_used(request: Request) -> list[Finding]:
-    training = request.config.training
-    if not training.precompute_reference or training.task != "preference" or _compares(request.config):
+    """A reference is computed only for a loss that compares with it.
+
+    Why: ORPO and SimPO use only the trained model.
+    """
+    compares = Given("preference_loss", COMPARED)
+    if request.config.training.task != "preference":
         return []
-    message = f"--preference-loss {training.preference_loss} does not use a reference"
-    changes = (drop({"precompute_reference": False}), replace({"preference_loss": "dpo"}))
-    return [Finding(message, request.asked("precompute_reference", "preference_loss"), changes=changes)]
+    return needs(request, Given("precompute_reference"), compares, replace({"preference_loss": "dpo"}))
 
 
 OF_LOSS = {"simpo_gamma": "simpo", "kto_desirable_weight": "kto", "kto_undesirable_weight": "kto"}
 """Flags that act only with one loss, and that loss."""
 
 
-@DATA_RULES.add(
-    "RF136",
-    "The flags of a preference loss are given only with that loss.",
-    "with another one they would be silently ignored",
-    "[rapidformer_templates]",
-    Example("--task preference --simpo-gamma 1"),
-    refusal="A flag of one preference loss together with another loss.",
-)
-def _of_this_loss(request: Request) -> list[Finding]:
-    training = request.config.training
-    if training.task != "preference":
-        return []
-    return [
-        Finding(
-            f"--preference-loss {training.preference_loss} does not use {spelling(name)}, which is for {loss}",
-            request.asked(name, "preference_loss"),
-            changes=(drop({name: DEFAULTS[name]}), replace({"preference_loss": loss})),
-        )
-        for name, loss in OF_LOSS.items()
-        if loss != training.preference_loss and request.config.get(name) != DEFAULTS[name]
-    ]
+@DATA_RULES.add("RF136", "[rapidformer_templates]", "--task preference --simpo-gamma 1")
+def _of_this_loss(request: Request) -> Iterator[Finding]:
+    """The flags of a preference loss are given only with that loss.
+
+    Why: with another one they would be silently ignored.
+    """
+    chosen = request.config.training
+    for name, loss in OF_LOSS.items() if chosen.task == "preference" else ():
+        message = f"--preference-loss {chosen.preference_loss} does not use {spelling(name)}, which is for {loss}"
+        way = replace({"preference_loss": loss})
+        yield from needs(request, Given(name), Given("preference_loss", (loss,)), way, message=message)
 
 
-@DATA_RULES.add(
-    "RF135",
-    "--preference-beta is above 0.",
-    "it scales the value of a choice, and IPO divides by it",
-    "[rapidformer_templates]",
-    Example("--task preference --preference-beta 0"),
-    refusal="A --preference-beta of 0 or less.",
-)
-def _bet_on_something(request: Request) -> list[Finding]:
+@DATA_RULES.add("RF135", "[rapidformer_templates]", "--task preference --preference-beta 0")
+def _bet_on_something(request: Request) -> Iterator[Finding]:
+    """--preference-beta is above 0.
+
+    Why: it scales the value of a choice, and IPO divides by it.
+    """
     training = request.config.training
-    if training.task != "preference" or training.preference_beta > 0:
-        return []
-    message = "with --preference-beta 0 no answer is better than another"
-    changes = (replace({"preference_beta": 0.1}),)
-    return [Finding(message, request.asked("preference_beta"), changes=changes)]
+    if training.task == "preference" and training.preference_beta <= 0:
+        message = "with --preference-beta 0 no answer is better than another"
+        yield Finding(message, request.asked("preference_beta"), changes=(replace({"preference_beta": 0.1}),))
 
 
 def check_task_flags(config: RunConfig) -> None:

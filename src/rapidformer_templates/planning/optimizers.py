@@ -7,7 +7,7 @@ derived from these records. Imports no torch, because plans use it, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rapidformer_templates.planning.optimizer_states import (
     BF16_MOMENTS,
@@ -75,6 +75,8 @@ class OptimizerPackage:
 class OptimizerFacts:
     """An optimizer of ``--optimizer``. No field has a default, so that a new optimizer answers every question.
 
+    Another implementation of AdamW or LAMB states only what differs from the first one.
+
     Attributes:
         name: the value of the flag.
         implementation: the class that makes its updates.
@@ -123,20 +125,9 @@ _OURS = "rapidformer_templates.switches.optimizer"
 ADAM = OptimizerClass(
     path="torch.optim.Adam", rule="Adam", elementwise=True, per_parameter=True, state=TWO_MOMENTS, l2=None
 )
-FUSED_ADAM = OptimizerClass(
-    path="torch.optim.Adam (fused)", rule="Adam", elementwise=True, per_parameter=True, state=TWO_MOMENTS, l2=None
-)
-ADAMW = OptimizerClass(
-    path="torch.optim.AdamW", rule="AdamW", elementwise=True, per_parameter=True, state=TWO_MOMENTS, l2=ADAM
-)
-FUSED_ADAMW = OptimizerClass(
-    path="torch.optim.AdamW (fused)",
-    rule="AdamW",
-    elementwise=True,
-    per_parameter=True,
-    state=TWO_MOMENTS,
-    l2=FUSED_ADAM,
-)
+FUSED_ADAM = replace(ADAM, path="torch.optim.Adam (fused)")
+ADAMW = replace(ADAM, path="torch.optim.AdamW", rule="AdamW", l2=ADAM)
+FUSED_ADAMW = replace(ADAMW, path="torch.optim.AdamW (fused)", l2=FUSED_ADAM)
 APEX_ADAM = OptimizerClass(
     path="apex.optimizers.FusedAdam",
     rule="AdamW",
@@ -145,14 +136,7 @@ APEX_ADAM = OptimizerClass(
     state=UNCOUNTED_MOMENTS,
     l2="adam_w_mode",
 )
-CPU_ADAM = OptimizerClass(
-    path="deepspeed.ops.adam.DeepSpeedCPUAdam",
-    rule="AdamW",
-    elementwise=True,
-    per_parameter=False,
-    state=UNCOUNTED_MOMENTS,
-    l2="adamw_mode",
-)
+CPU_ADAM = replace(APEX_ADAM, path="deepspeed.ops.adam.DeepSpeedCPUAdam", l2="adamw_mode")
 """Updates AdamW's offloaded state under ZeRO."""
 
 APEX_LAMB = OptimizerClass(
@@ -163,9 +147,7 @@ APEX_LAMB = OptimizerClass(
     state=UNCOUNTED_MOMENTS,
     l2=None,
 )
-LAMB = OptimizerClass(
-    path=f"{_OURS}.lamb.Lamb", rule="Lamb", elementwise=False, per_parameter=True, state=TWO_MOMENTS, l2=None
-)
+LAMB = replace(APEX_LAMB, path=f"{_OURS}.lamb.Lamb", per_parameter=True, state=TWO_MOMENTS)
 
 APEX = OptimizerPackage(
     "apex",
@@ -179,79 +161,67 @@ BETAS = (0.9, 0.999)
 # OSS, pipeline stages and the distributed optimizer keep each parameter whole.
 DIVIDES_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "tensor-parallel"})
 
+_ADAMW = OptimizerFacts(
+    name="adamw",
+    implementation=FUSED_ADAMW,
+    fallback=None,
+    package=None,
+    betas=BETAS,
+    epsilon=1e-8,
+    cpu_form=True,
+    not_under=frozenset(),
+    groups=None,
+    deepspeed_types=("Adam", "AdamW"),
+)
+_OTHER_ADAMW = replace(_ADAMW, deepspeed_types=())
+_LAMB = OptimizerFacts(
+    name="lamb",
+    implementation=LAMB,
+    fallback=None,
+    package=None,
+    betas=BETAS,
+    epsilon=1e-6,
+    cpu_form=False,
+    not_under=DIVIDES_PARAMETERS,
+    groups=None,
+    deepspeed_types=("Lamb",),
+)
+_BITSANDBYTES_8BIT = OptimizerClass(
+    path=f"{_OURS}.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
+    rule="BitsAndBytesAdamW8bit",
+    elementwise=False,
+    per_parameter=False,
+    state=CODES_WITH_SHARED_TABLES,
+    l2=None,
+)
+_TORCHAO = f"{_OURS}.torchao_adamw.TorchAOAdamW"
+_TORCHAO_8BIT = replace(_BITSANDBYTES_8BIT, path=f"{_TORCHAO}8bit", rule="TorchAOAdamW8bit", state=CODES_OF_8_BITS)
+_TORCHAO_4BIT = replace(_TORCHAO_8BIT, path=f"{_TORCHAO}4bit", rule="TorchAOAdamW4bit", state=CODES_OF_4_BITS)
+_ANYPRECISION = replace(
+    ADAMW, path=f"{_OURS}.anyprecision.AnyPrecisionAdamW", rule="AnyPrecisionAdamW", state=BF16_MOMENTS, l2=None
+)
+
 _RECORDS = (
-    OptimizerFacts(
-        name="adamw",
-        implementation=FUSED_ADAMW,
-        fallback=None,
-        package=None,
-        betas=BETAS,
-        epsilon=1e-8,
-        cpu_form=True,
-        not_under=frozenset(),
-        groups=None,
-        deepspeed_types=("Adam", "AdamW"),
-    ),
-    OptimizerFacts(
-        name="apex_adam",
-        implementation=APEX_ADAM,
-        fallback=FUSED_ADAMW,
-        package=None,
-        betas=BETAS,
-        epsilon=1e-8,
-        cpu_form=True,
-        not_under=frozenset(),
-        groups=None,
-        deepspeed_types=(),
-    ),
-    OptimizerFacts(
+    _ADAMW,
+    replace(_OTHER_ADAMW, name="apex_adam", implementation=APEX_ADAM, fallback=FUSED_ADAMW),
+    replace(
+        _LAMB,
         name="apex_lamb",
         implementation=APEX_LAMB,
         fallback=LAMB,
-        package=None,
-        betas=BETAS,
-        epsilon=1e-6,
-        cpu_form=False,
         # Its kernel clips by a norm over all gradients that it gets.
         not_under=DIVIDES_PARAMETERS | {"distributed-optimizer"},
-        groups=None,
         deepspeed_types=(),
     ),
-    OptimizerFacts(
-        name="adamw_torch",
-        implementation=ADAMW,
-        fallback=None,
-        package=None,
-        betas=BETAS,
-        epsilon=1e-8,
-        cpu_form=True,
-        not_under=frozenset(),
-        groups=None,
-        deepspeed_types=(),
-    ),
-    OptimizerFacts(
-        name="adamw_torch_fused",
-        implementation=FUSED_ADAMW,
-        fallback=None,
-        package=None,
-        betas=BETAS,
-        epsilon=1e-8,
-        cpu_form=True,
-        not_under=frozenset(),
-        groups=None,
-        deepspeed_types=(),
-    ),
-    OptimizerFacts(
+    replace(_OTHER_ADAMW, name="adamw_torch", implementation=ADAMW),
+    replace(_OTHER_ADAMW, name="adamw_torch_fused"),
+    replace(
+        _OTHER_ADAMW,
         name="adamw_apex_fused",
         implementation=APEX_ADAM,
-        fallback=None,
         package=APEX,
-        betas=BETAS,
-        epsilon=1e-8,
         cpu_form=False,
         not_under=frozenset({"fsdp", "expert-parallel"}),
-        groups=None,
-        deepspeed_types=(),
     ),
     OptimizerFacts(
         name="adafactor",
@@ -273,94 +243,29 @@ _RECORDS = (
         groups=None,
         deepspeed_types=("Adafactor",),
     ),
-    OptimizerFacts(
+    replace(
+        _OTHER_ADAMW,
         name="adamw_bnb_8bit",
-        implementation=OptimizerClass(
-            path=f"{_OURS}.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
-            rule="BitsAndBytesAdamW8bit",
-            elementwise=False,
-            per_parameter=False,
-            state=CODES_WITH_SHARED_TABLES,
-            l2=None,
-        ),
-        fallback=None,
+        implementation=_BITSANDBYTES_8BIT,
         package=BITSANDBYTES,
-        betas=BETAS,
-        epsilon=1e-8,
-        cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
-        groups=None,
-        deepspeed_types=(),
     ),
-    OptimizerFacts(
+    replace(
+        _OTHER_ADAMW,
         name="adamw_torch_8bit",
-        implementation=OptimizerClass(
-            path=f"{_OURS}.torchao_adamw.TorchAOAdamW8bit",
-            rule="TorchAOAdamW8bit",
-            elementwise=False,
-            per_parameter=False,
-            state=CODES_OF_8_BITS,
-            l2=None,
-        ),
-        fallback=None,
+        implementation=_TORCHAO_8BIT,
         package=TORCHAO,
-        betas=BETAS,
-        epsilon=1e-8,
-        cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
-        groups=None,
-        deepspeed_types=(),
     ),
-    OptimizerFacts(
+    replace(
+        _OTHER_ADAMW,
         name="adamw_torch_4bit",
-        implementation=OptimizerClass(
-            path=f"{_OURS}.torchao_adamw.TorchAOAdamW4bit",
-            rule="TorchAOAdamW4bit",
-            elementwise=False,
-            per_parameter=False,
-            state=CODES_OF_4_BITS,
-            l2=None,
-        ),
-        fallback=None,
+        implementation=_TORCHAO_4BIT,
         package=TORCHAO,
-        betas=BETAS,
-        epsilon=1e-8,
-        cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
-        groups=None,
-        deepspeed_types=(),
     ),
-    OptimizerFacts(
-        name="adamw_anyprecision",
-        implementation=OptimizerClass(
-            path=f"{_OURS}.anyprecision.AnyPrecisionAdamW",
-            rule="AnyPrecisionAdamW",
-            elementwise=True,
-            per_parameter=True,
-            state=BF16_MOMENTS,
-            l2=None,
-        ),
-        fallback=None,
-        package=None,
-        betas=BETAS,
-        epsilon=1e-8,
-        cpu_form=True,
-        not_under=frozenset(),
-        groups=None,
-        deepspeed_types=(),
-    ),
-    OptimizerFacts(
-        name="lamb",
-        implementation=LAMB,
-        fallback=None,
-        package=None,
-        betas=BETAS,
-        epsilon=1e-6,
-        cpu_form=False,
-        not_under=DIVIDES_PARAMETERS,
-        groups=None,
-        deepspeed_types=("Lamb",),
-    ),
+    replace(_OTHER_ADAMW, name="adamw_anyprecision", implementation=_ANYPRECISION),
+    _LAMB,
     OptimizerFacts(
         name="muon",
         implementation=OptimizerClass(

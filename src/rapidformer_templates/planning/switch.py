@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -186,24 +186,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Example:
-    """A command that breaks a rule, for ``rapidformer explain`` and for the rule's test.
-
-    Attributes:
-        flags: the flags of ``rapidformer plan``.
-        machine: facts of the :class:`Environment` that differ from one CPU worker without packages.
-        training: whether the command trains.
-    """
-
-    flags: str
-    machine: Mapping[str, Any] = field(default_factory=dict)
-    training: bool = False
-
-
-Check = Callable[[Request], list[Finding]]
-
-
-@dataclass(frozen=True)
 class Rule:
     """A rule with its code, reason and source.
 
@@ -213,9 +195,10 @@ class Rule:
         why: the fact behind it.
         source: letters of ``DOCUMENTS`` in the registry, such as ``[R]``, or the name of a package.
         check: returns a finding for each way in which the request breaks the rule.
-        example: a command that breaks it.
+        example: flags of ``rapidformer plan`` that break it, for ``rapidformer explain`` and for the rule's test.
+        machine: facts of the :class:`Environment` for the example, if it is not one CPU worker without packages.
+        training: whether the example trains.
         refuses: whether a finding refuses the request. If False, the plan only contains a note.
-        refusal: what it refuses, in one sentence. ``rapidformer explain`` begins with it.
         concerns: the switch to which it belongs in plans and docs, if a newer switch declares it.
     """
 
@@ -223,24 +206,32 @@ class Rule:
     title: str
     why: str
     source: str
-    check: Check
-    example: Example
+    check: Callable[[Request], Sequence[Finding]]
+    example: str
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    training: bool = False
     refuses: bool = True
-    refusal: str = ""
     concerns: str = ""
 
 
 class RuleList(list[Rule]):
-    """The rules of a module, each written above its check."""
+    """The rules of a module, each written as its check."""
 
     def add(
-        self, code: str, title: str, why: str, source: str, example: Example, *, refuses: bool = True, refusal: str = ""
-    ) -> Callable[[Check], Check]:
-        """Add a rule with the check that follows. The arguments are the fields of :class:`Rule`."""
+        self, code: str, source: str, example: str, *, training: bool = False, refuses: bool = True, concerns: str = "",
+        **machine: object,
+    ) -> Callable[[Callable[[Request], Iterable[Finding]]], Rule]:  # fmt: skip
+        """Add the rule whose check follows. The docstring of the check is the title and, after ``Why:``, the reason.
 
-        def declare(check: Check) -> Check:
-            self.append(Rule(code, title, why, source, check, example, refuses, refusal))
-            return check
+        The arguments are the fields of :class:`Rule`, with those of ``machine`` one by one.
+        """
+
+        def declare(check: Callable[[Request], Iterable[Finding]]) -> Rule:
+            title, _, why = " ".join((check.__doc__ or "").split()).partition(" Why: ")
+            fields = (machine, training, refuses, concerns)
+            rule = Rule(code, title, why.removesuffix("."), source, lambda request: [*check(request)], example, *fields)
+            self.append(rule)
+            return rule
 
         return declare
 

@@ -28,9 +28,9 @@ from rapidformer_templates.engines.recipe import FirstUses, OptimizerSpec, depth
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError, DataError, ModelError
 from rapidformer_templates.models.adapters import new_modules_of
+from rapidformer_templates.models.architectures import choose_frequencies, notes_about_frequencies
 from rapidformer_templates.models.label_use import in_evaluation, label_use
 from rapidformer_templates.models.model_files import check_not_quantized, quantized_error
-from rapidformer_templates.models.rotary import choose_frequencies, notes_about_frequencies
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan

@@ -23,7 +23,7 @@ from rapidformer_templates.planning.resolve import choose_template, resolve, wit
 from rapidformer_templates.planning.switch import TEMPLATES
 from rapidformer_templates.run import scripts
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.scripts import check_names, overridden_hooks, unused_flags
+from rapidformer_templates.run.scripts import check_names, overridden_hooks
 from rapidformer_templates.system.launch import CHOSEN, is_worker
 
 if TYPE_CHECKING:
@@ -201,8 +201,7 @@ def resolve_plan(template: type[Template], config: RunConfig, *, training: bool 
     Raises:
         Refused: the flags break rules. The error names all of them.
     """
-    plan = resolve(config, _environment(template, config), training=training)
-    return dataclasses.replace(plan, notes=(*plan.notes, *unused_flags(template, config)))
+    return resolve(config, _environment(template, config), training=training)
 
 
 def choose(argv: Sequence[str]) -> tuple[str, str]:

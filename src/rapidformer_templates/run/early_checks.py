@@ -6,7 +6,6 @@ Importing torch takes seconds, and a user who mistyped a flag should not wait fo
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -23,10 +22,10 @@ from rapidformer_templates.planning.environment import ask_torch_if_needed
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flag_values import named_sets, weighted
 from rapidformer_templates.planning.flags import TrainingFlags
-from rapidformer_templates.planning.metrics import metric_name, metrics_of
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import TEMPLATES
+from rapidformer_templates.planning.tasks import metric_name, metrics_of
 from rapidformer_templates.run import configure
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.lock import try_folder
@@ -88,6 +87,9 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
 OWN_COMMAND_LINE = re.compile("Flags|argv|argparse|parse_args|getopt|click|typer|absl|fire|hydra")
 """Words in a script that may give its command line another meaning."""
 
+OWN_TEMPLATE = re.compile(rf"^class (\w+)\((?:{'|'.join(TEMPLATES)})\):", re.MULTILINE)
+MAIN_GUARD = r"if __name__ == .__main__.:\n"
+
 
 def refuse_mistakes_of_script(script: str, argv: Sequence[str]) -> None:
     """Check the flags of a white-box script before it imports torch. Its template repeats the check.
@@ -100,20 +102,13 @@ def refuse_mistakes_of_script(script: str, argv: Sequence[str]) -> None:
     """
     try:
         source = Path(script).read_text(encoding="utf-8")
-        statements = ast.parse(source).body
+        compile(source, script, "exec")
     except (OSError, ValueError, SyntaxError):
         return  # Python reports it
     if OWN_COMMAND_LINE.search(source) or not {"-h", "--help", "--help-all"}.isdisjoint(argv):
         return
-    for guard in [node for node in statements if isinstance(node, ast.If)]:
-        if ast.unparse(guard.test) == "__name__ == '__main__'":
-            statements = [*statements, *guard.body]
-    classes = [node for node in statements if isinstance(node, ast.ClassDef)]
-    templates = [
-        kind.name for kind in classes if [ast.unparse(base) for base in kind.bases] in [[t] for t in TEMPLATES]
-    ]
-    calls = [node.value.func for node in statements if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    if {f"{name}.main" for name in templates} & set(map(ast.unparse, calls)):
+    templates = OWN_TEMPLATE.findall(source)
+    if any(re.search(rf"^(?:{MAIN_GUARD}    )?{name}\.main\(", source, re.MULTILINE) for name in templates):
         parse(argv, REGISTRY.options(), prog=Path(script).name)
 
 

@@ -9,7 +9,7 @@ from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, s
 from rapidformer_templates.data.types import SampleSet
 from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.planning.flag_values import TEST
-from rapidformer_templates.planning.metrics import metric_name, metrics_of
+from rapidformer_templates.planning.tasks import metric_name, metrics_of
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.step_errors import locate_index_errors

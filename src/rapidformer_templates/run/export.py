@@ -28,7 +28,7 @@ from rapidformer_templates.models.loading import (
     modules_of_changed_models,
     read_config_of,
 )
-from rapidformer_templates.models.saving import save_model, save_weights
+from rapidformer_templates.models.weight_files import save_model, save_weights
 from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.run import Run

@@ -13,7 +13,7 @@ from typing import Any
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.flag_values import TEST
-from rapidformer_templates.planning.metrics import metric_name
+from rapidformer_templates.planning.tasks import metric_name
 from rapidformer_templates.system.files import JSON_ERRORS, finite, sync, write_json, write_text, writing
 
 CONTENTS = (

@@ -1,6 +1,4 @@
-"""The user's script: checks of its hooks, planning it, and running it again in workers.
-
-The checks find misspelt names, and flags that an override leaves without effect.
+"""The user's script: a check of the names of its hooks, planning it, and running it again in workers.
 
 All scripts, including those that call ``main()``, train through :meth:`Trainer.fit`. While :func:`capture_template`
 runs a script for ``rapidformer plan``, ``fit`` is intercepted. The first template that reaches it is captured, with the
@@ -14,7 +12,6 @@ process that started the workers. This module does not import torch.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -24,7 +21,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from rapidformer_templates.errors import (
@@ -36,7 +32,6 @@ from rapidformer_templates.errors import (
     WorkerFailed,
     alike,
 )
-from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.private_folders import private_folder, write_private
@@ -56,55 +51,16 @@ CALLED_BY_A_LOOP = re.compile(
 )
 """Prefixes of callback names, here and in other libraries. ``on_gpu`` is not a callback."""
 
-OF_THE_TOKENIZER = (
-    "tokenizer_type", "tokenizer_path", "vocab_file", "merge_file", "pretrained_model_name_or_path", "model_type",
-    "revision", "trust_remote_code",
-)  # fmt: skip
-OF_THE_MODEL = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length", "dropout")
-OF_THE_DATA = (
-    "data_path", "split", "data_impl", "data_dir", "data_name", "data_config", "data_split", "text_column",
-    "pair_column", "label_column",
-    "validation_fraction", "max_train_samples", "max_eval_samples", "skip_bad_lines", "data_cache_dir",
-    "keep_documents_apart", "mask_prob", "whole_word_mask", "mean_span_length", "sentence_pairs", "short_seq_prob",
-    "loss_on", "pack_sequences", "streaming", "shuffle_buffer", "text_unit", "max_position_embeddings", "seq_length",
-)  # fmt: skip
 
-ELSEWHERE = {
-    "training_step": "compute_loss",
-    "forward_step": "compute_loss",
-    "configure_optimizers": "build_optimizer",
-    "create_optimizer": "build_optimizer",
-    "create_scheduler": "build_scheduler",
-    "train_dataloader": "build_data",
-    "get_train_dataloader": "build_data",
-    "train_valid_test_datasets_provider": "build_data",
-    "model_provider": "build_model",
-    "configure_model": "build_model",
-    "model_init": "build_model",
-}
-"""Hooks of Lightning, transformers and Megatron-LM that no template calls, and their equivalents here."""
+def hook(method: F) -> F:
+    """Mark a method that a script may override."""
+    method.is_hook = True  # type: ignore[attr-defined]
+    return method
 
 
-def hook(*acting: str) -> Callable[[F], F]:
-    """Mark a method that a script may override.
-
-    Args:
-        acting: field names of the flags that the default implementation uses. With an override, they have an effect
-            only if the override or another default reads them.
-    """
-
-    def mark(method: F) -> F:
-        method.acting_flags = frozenset(acting)  # type: ignore[attr-defined]
-        return method
-
-    return mark
-
-
-def hooks_of(template: type) -> dict[str, frozenset[str]]:
-    """Return, by the name of each hook, the flags that its default implementation uses."""
-    base = _library_base(template)
-    flags_by_hook = {name: getattr(method, "acting_flags", None) for name, method in vars(base).items()}
-    return {name: flags for name, flags in flags_by_hook.items() if flags is not None}
+def hooks_of(template: type) -> list[str]:
+    """Return the names of the hooks."""
+    return [name for name, method in vars(_library_base(template)).items() if hasattr(method, "is_hook")]
 
 
 def overridden_hooks(template: type) -> list[str]:
@@ -116,7 +72,7 @@ def overridden_hooks(template: type) -> list[str]:
 def _library_base(template: type) -> type:
     """Return the first class that defines default hooks. A class that only inherits defaults is part of a script."""
     for kind in template.__mro__:
-        hooks = [method for method in vars(kind).values() if hasattr(method, "acting_flags")]
+        hooks = [method for method in vars(kind).values() if hasattr(method, "is_hook")]
         if any(method.__module__ == kind.__module__ for method in hooks):
             return kind
     raise TypeError(f"{template.__name__} is not a template")
@@ -169,7 +125,7 @@ def _closest_hook(name: str, hooks: list[str], defined: set[str]) -> str | None:
     if CALLED_BY_A_LOOP.match(name):
         return plain[alike(_plain(name), [p for p in plain if p.startswith("on")], cutoff=0.0)[0]]
     near = alike(_plain(name), plain, cutoff=NEAR)
-    hook_name = plain[near[0]] if near else ELSEWHERE.get(name)
+    hook_name = plain[near[0]] if near else None
     return None if hook_name in defined else hook_name
 
 
@@ -180,63 +136,6 @@ def _plain(name: str) -> str:
 def _file_and_line(kind: type, value: object) -> str:
     code = getattr(getattr(value, "__func__", None) or getattr(value, "fget", None) or value, "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else kind.__module__
-
-
-def unused_flags(template: type, config: RunConfig) -> tuple[str, ...]:
-    """Return a note for each given flag that only acts through defaults that the script has overridden.
-
-    There is no note for a flag that appears in the script's code, because the script reads it there.
-    """
-    base, hooks = _library_base(template), hooks_of(template)
-    overridden = [name for name in hooks if _overrides(getattr(template, name), getattr(base, name))]
-    acting = frozenset[str]().union(*(flags for name, flags in hooks.items() if name not in overridden))
-    named = frozenset(_names_in(template)) if overridden else frozenset()
-    notes = []
-    for name in overridden:
-        for flag in sorted(hooks[name] - acting - named):
-            acting |= {flag}  # one note per flag
-            if flag in config.origins and config.origin(flag) not in ("Trainer", "Pretrainer", "Finetuner"):
-                flag_text = f"{spelling(flag)} ({config.origin(flag)})"
-                notes.append(
-                    f"{flag_text} acts in the default {name}; the {name} of {template.__name__} does not name it"
-                )
-    return tuple(notes)
-
-
-def _overrides(method: object, default: object) -> bool:
-    """Whether a method overrides the default without calling it, through ``super`` or the task."""
-    if method is default:
-        return False
-    code = getattr(method, "__code__", None)
-    return code is None or not {"super", "task"} & set(_names_of(code))
-
-
-def _names_in(template: type) -> Iterator[str]:
-    """Yield the names and strings in the code of a script's classes, and of other objects in their modules."""
-    base = _library_base(template)
-    for kind in _own_classes(template):
-        module = sys.modules.get(kind.__module__)
-        members = vars(module).values() if module else ()
-        objects = [value for value in members if getattr(value, "__module__", None) == kind.__module__]
-        objects = [
-            value for value in objects if not (inspect.isclass(value) and issubclass(value, base))
-        ]  # templates of another script
-        for value in (*vars(kind).values(), *objects):
-            for part in vars(value).values() if inspect.isclass(value) else (value,):
-                function = getattr(part, "__func__", None) or getattr(part, "fget", None) or part
-                if isinstance(function, FunctionType):
-                    yield from _names_of(function.__code__)
-
-
-def _names_of(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_of(constant)
-        elif isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, tuple):
-            yield from (text for text in constant if isinstance(text, str))
 
 
 T = TypeVar("T")

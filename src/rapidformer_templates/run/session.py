@@ -27,7 +27,7 @@ from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.engines.step import Step
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, OutOfMemory
-from rapidformer_templates.models.rotary import has_chosen_frequencies
+from rapidformer_templates.models.architectures import has_chosen_frequencies
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flag_values import Epochs

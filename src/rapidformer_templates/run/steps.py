@@ -19,8 +19,8 @@ from rapidformer_templates.data.types import Endless, SampleSet
 from rapidformer_templates.errors import ConfigError, counted
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flag_values import Epochs, Interval
-from rapidformer_templates.planning.metrics import Direction, direction_of, metric_name
 from rapidformer_templates.planning.registry import REGISTRY, load_object
+from rapidformer_templates.planning.tasks import Direction, direction_of, metric_name
 from rapidformer_templates.run.early_checks import check_metric
 from rapidformer_templates.run.run import Best, Run
 from rapidformer_templates.system.terminal import say

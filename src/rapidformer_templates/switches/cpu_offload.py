@@ -7,21 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.checks import (
-    OPTIMIZER_HAS_CPU_FORM,
+    OFFLOAD_RULES,
     PARTITIONING,
-    excludes,
+    clash,
     partitions_without_zero,
     shown,
 )
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizers import CPU_ADAM
 from rapidformer_templates.planning.switch import (
-    Example,
+    Finding,
     Measured,
     Precedence,
     Prediction,
     Request,
     Resource,
+    RuleList,
     Switch,
     always,
 )
@@ -32,6 +33,18 @@ class CpuOffloadFlags:
     """Acceleration"""
 
     cpu_offload: bool = flag(False, "optimizer state (with ZeRO-3 also parameters) in host memory", choice="offload")
+
+
+RULES = RuleList()
+
+
+@RULES.add("RF005", "[R]", "--cpu-offload --fsdp-memory-optimization --world-size 2")
+def _only_with_zero(request: Request) -> list[Finding]:
+    """CPU offload can be combined with one kind of partitioning: ZeRO.
+
+    Why: OSS, SDP, FSDP and the distributed optimizer keep their shards where the parameters are.
+    """
+    return clash(request, "cpu-offload", partitions_without_zero)
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -76,18 +89,6 @@ SWITCHES = (
         engine_options=lambda request, options: dataclasses.replace(options, offload="cpu"),
         receipt=("optimizer_state_bytes", "optimizer_state_device", "optimizer_class"),
         acted=_acted,
-        rules=(
-            excludes(
-                "cpu-offload",
-                partitions_without_zero,
-                code="RF005",
-                title="CPU offload can be combined with one kind of partitioning: ZeRO.",
-                why="OSS, SDP, FSDP and the distributed optimizer keep their shards where the parameters are",
-                source="[R]",
-                example=Example("--cpu-offload --fsdp-memory-optimization --world-size 2"),
-                refusal="CPU offload together with OSS, SDP, FSDP or the distributed optimizer.",
-            ),
-            OPTIMIZER_HAS_CPU_FORM,
-        ),
+        rules=(*RULES, *OFFLOAD_RULES),
     ),
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rapidformer_templates.planning.checks import PARTITIONING, check_even_shards, idle_without_copies, needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Precedence, Prediction, Resource, Rule, Switch
+from rapidformer_templates.planning.switch import Finding, Precedence, Prediction, Request, Resource, RuleList, Switch
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,18 @@ class DistributedOptimizerFlags:
         "shard the optimizer state over the data-parallel workers, also under 3D parallelism",
         choice=PARTITIONING,
     )
+
+
+RULES = RuleList()
+
+
+@RULES.add("RF029", "[R, M]", "--template Pretrainer --use-distributed-optimizer --world-size 2")
+def _only_in_trainer(request: Request) -> Iterator[Finding]:
+    """The distributed optimizer needs the Trainer template.
+
+    Why: it belongs to 3D parallelism; the other templates partition with OSS, SDP or FSDP.
+    """
+    return needs_template(request, "distributed-optimizer")
 
 
 SWITCHES = (
@@ -45,16 +58,6 @@ SWITCHES = (
         engine_options=lambda request, options: replace(options, shard_over_data="optimizer"),
         receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),
         acted=check_even_shards(updated_elements="optimizer state"),
-        rules=(
-            Rule(
-                "RF029",
-                "The distributed optimizer needs the Trainer template.",
-                "it belongs to 3D parallelism; the other templates partition with OSS, SDP or FSDP",
-                "[R, M]",
-                needs_template("distributed-optimizer"),
-                Example("--template Pretrainer --use-distributed-optimizer --world-size 2"),
-                refusal="The distributed optimizer in a Finetuner or a Pretrainer.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

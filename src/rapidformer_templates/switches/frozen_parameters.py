@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rapidformer_templates.planning.checks import Given, clash
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -41,60 +42,40 @@ class FrozenFlags:
 OFF = {"freeze": None, "train_only": None}
 
 
-def _flags_given(request: Request) -> list[str]:
-    return [name for name in OFF if request.config.get(name) is not None]
-
-
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF123",
-    "Parameters are named either by what is frozen or by what is trained.",
-    "each of the two decides about all parameters",
-    "[rapidformer_templates]",
-    Example("--freeze wte --train-only head"),
-    refusal="--freeze and --train-only in one command.",
-)
+@RULES.add("RF123", "[rapidformer_templates]", "--freeze wte --train-only head")
 def _one_of_two(request: Request) -> list[Finding]:
-    if len(_flags_given(request)) < 2:
-        return []
-    changes = tuple(drop({name: None}) for name in OFF)
-    return [Finding("--freeze and --train-only exclude each other", request.asked(*OFF), changes=changes)]
+    """Parameters are named either by what is frozen or by what is trained.
+
+    Why: each of the two decides about all parameters.
+    """
+    return clash(request, Given("freeze"), Given("train_only"), message="--freeze and --train-only exclude each other")
 
 
-@RULES.add(
-    "RF124",
-    "Parameters are named by a regular expression.",
-    "it is looked for in each parameter's name",
-    "[rapidformer_templates]",
-    Example("--freeze ["),
-    refusal="A pattern for parameter names that is not a regular expression.",
-)
-def _regular(request: Request) -> list[Finding]:
-    findings = []
-    for name in _flags_given(request):
+@RULES.add("RF124", "[rapidformer_templates]", "--freeze [")
+def _regular(request: Request) -> Iterator[Finding]:
+    """Parameters are named by a regular expression.
+
+    Why: it is looked for in each parameter's name.
+    """
+    for name in OFF:
         try:
-            re.compile(request.config.get(name))
+            re.compile(request.config.get(name) or "")
         except re.error as error:
             message = f"{spelling(name)} is not a regular expression: {error}"
-            findings.append(Finding(message, request.asked(name), changes=(drop({name: None}),)))
-    return findings
+            yield Finding(message, request.asked(name), changes=(drop({name: None}),))
 
 
-@RULES.add(
-    "RF125",
-    "Adapters decide what is frozen.",
-    "they freeze all weights except for modules that are trained whole",
-    "[peft]",
-    Example("--freeze wte --lora-rank 8", {"packages": {"peft": "0.17"}}),
-    refusal="--freeze or --train-only together with adapters.",
-)
+@RULES.add("RF125", "[peft]", "--freeze wte --lora-rank 8", packages={"peft": "0.17"})
 def _adapters_decide(request: Request) -> list[Finding]:
-    if "lora" not in request.active:
-        return []
+    """Adapters decide what is frozen.
+
+    Why: they freeze all weights except for modules that are trained whole.
+    """
     message = "adapters freeze all weights; --lora-modules-to-save names what is trained whole in addition"
-    return [Finding(message, request.asked_for("lora"), switches=("frozen-parameters", "lora"))]
+    return clash(request, "frozen-parameters", "lora", message=message)
 
 
 def freeze(assembly: Assembly, building: Building[FrozenFlags]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rapidformer_templates.data.finetuning.locating import steps_of
@@ -13,7 +13,6 @@ from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.config import COMMAND_LINE, spelling
 from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -34,39 +33,29 @@ class GradientAccumulationFlags:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF006",
-    "Gradient accumulation needs an iteration-based run.",
-    "an epoch need not hold a whole number of accumulated steps",
-    "[R]",
-    Example("--epochs 3 --micro-batch-size 4 --global-batch-size 16"),
-    refusal="Gradient accumulation in a run by --epochs.",
-)
-def _only_by_iterations(request: Request) -> list[Finding]:
+@RULES.add("RF006", "[R]", "--epochs 3 --micro-batch-size 4 --global-batch-size 16")
+def _only_by_iterations(request: Request) -> Iterator[Finding]:
+    """Gradient accumulation needs an iteration-based run.
+
+    Why: an epoch need not hold a whole number of accumulated steps.
+    """
     config, sizes, epochs = request.config, request.sizes, request.config.training.epochs
     if epochs is None:
-        return []
+        return
     # Suggest --train-iters with these epochs, and show the number of steps if the samples can be counted.
     in_epochs = Epochs(f"{epochs}epochs")
     is_counted = not any(switch.order for switch in request.active.values())
     steps = steps_of(config, in_epochs, sizes.global_batch) if is_counted else None
     note = f"in place of --epochs {epochs}" + (f": {counted(steps, 'step')}" if steps else "")
-    by_steps = add({"train_iters": in_epochs, "epochs": None}, note)
+    changes = [add({"train_iters": in_epochs, "epochs": None}, note)]
     if config.origin("epochs") == COMMAND_LINE and not request.environment.white_box:
-        by_steps = dataclasses.replace(by_steps, describe=_command(request, by_steps.values))
+        changes = [dataclasses.replace(changes[0], describe=_command(request, changes[0].values))]
     per_worker, rest = divmod(sizes.global_batch, sizes.data)
-    same_batch = [] if rest else [replace({"micro_batch_size": per_worker}, "the same global batch in one forward")]
-    return [
-        Finding(
-            f"gradient accumulation ({sizes.accumulation} micro batches per step) needs --train-iters, not --epochs",
-            request.asked("micro_batch_size", "global_batch_size", "epochs"),
-            changes=(
-                by_steps,
-                *same_batch,
-                replace({"global_batch_size": sizes.micro_batch * sizes.data}, "no accumulation"),
-            ),
-        )
-    ]
+    if not rest:
+        changes.append(replace({"micro_batch_size": per_worker}, "the same global batch in one forward"))
+    changes.append(replace({"global_batch_size": sizes.micro_batch * sizes.data}, "no accumulation"))
+    message = f"gradient accumulation ({sizes.accumulation} micro batches per step) needs --train-iters, not --epochs"
+    yield Finding(message, request.asked("micro_batch_size", "global_batch_size", "epochs"), changes=tuple(changes))
 
 
 def _command(request: Request, values: Mapping[str, object]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,13 +13,11 @@ from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import EngineOptions, MasterTypes
 from rapidformer_templates.planning.request import optimizer_class, precision, wide_weights
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
     Prediction,
     Request,
-    Rule,
     RuleList,
     Switch,
     replace,
@@ -78,49 +76,38 @@ OF_GRADIENTS = ("grad_accum_dtype", "grad_reduce_dtype")
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF201",
-    "The types of gradients can be chosen for 16-bit weights with masters.",
-    "elsewhere gradients have the type of their weights, or one that DeepSpeed or FSDP chooses",
-    "[M]",
-    Example("--mixed-precision bf16 --keep-fp32-parameters --grad-accum-dtype bf16"),
-    refusal="A type for gradients under an engine that chooses it itself, or without 16-bit weights.",
-)
-def _gradients_of_wide_weights(request: Request) -> list[Finding]:
-    """Refuse gradient types if the weights are not 16-bit weights with masters."""
-    flags = [name for name in OF_GRADIENTS if request.config.get(name) != "fp32"]
-    why = wide_weights(request)
-    if not flags or not why:
-        return []
-    return [
-        Finding(
-            f"gradients have the type of the parameters here, which are not 16-bit weights with masters ({why})",
-            request.asked(*flags),
-            changes=tuple(replace({name: "fp32"}) for name in flags),
-        )
-    ]
+@RULES.add("RF201", "[M]", "--mixed-precision bf16 --keep-fp32-parameters --grad-accum-dtype bf16")
+def _gradients_of_wide_weights(request: Request) -> Iterator[Finding]:
+    """The types of gradients can be chosen for 16-bit weights with masters.
+
+    Why: elsewhere gradients have the type of their weights, or one that DeepSpeed or FSDP chooses.
+    """
+    flags, why = [name for name in OF_GRADIENTS if request.config.get(name) != "fp32"], wide_weights(request)
+    if flags and why:
+        message = f"gradients have the type of the parameters here, which are not 16-bit weights with masters ({why})"
+        yield Finding(message, request.asked(*flags), changes=tuple(replace({name: "fp32"}) for name in flags))
 
 
-@RULES.add(
-    "RF019",
-    "bf16 on a GPU needs compute capability 8.0.",
-    "older GPUs have no bf16 matrix units and emulate them more slowly than fp32",
-    "[torch, S]",
-    Example("--mixed-precision bf16", machine={"device": "cuda", "compute_capability": (7, 0)}),
-    refusal="bf16 on a GPU that is older than Ampere.",
-)
-def _bf16_before_ampere(request: Request) -> list[Finding]:
+@RULES.add("RF019", "[torch, S]", "--mixed-precision bf16", device="cuda", compute_capability=(7, 0))
+def _bf16_before_ampere(request: Request) -> Iterator[Finding]:
+    """bf16 on a GPU needs compute capability 8.0.
+
+    Why: older GPUs have no bf16 matrix units and emulate them more slowly than fp32.
+    """
     capability = request.environment.compute_capability
-    if capability is None or capability >= AMPERE or precision(request.config, request.environment) != "bf16":
-        return []
-    return [
-        Finding(
-            f"bf16 needs a GPU of compute capability 8.0 or newer; this one has {capability[0]}.{capability[1]}",
-            request.asked("mixed_precision"),
-            switches=("mixed-precision",),
-            changes=(replace({"mixed_precision": "fp16"}, "scales the loss, as the smaller range of fp16 needs"),),
-        )
-    ]
+    if capability and capability < AMPERE and precision(request.config, request.environment) == "bf16":
+        message = f"bf16 needs a GPU of compute capability 8.0 or newer; this one has {capability[0]}.{capability[1]}"
+        change = replace({"mixed_precision": "fp16"}, "scales the loss, as the smaller range of fp16 needs")
+        yield Finding(message, request.asked("mixed_precision"), ("mixed-precision",), (change,))
+
+
+@RULES.add("RF001", "[R]", "--mixed-precision bf16", template=None)
+def _in_templates(request: Request) -> Iterator[Finding]:
+    """Mixed precision needs one of the three templates.
+
+    Why: the template's engine casts and scales the loss; your own loop does neither.
+    """
+    return needs_template(request, "mixed-precision")
 
 
 def _acted(measured: Measured) -> str | None:
@@ -158,17 +145,6 @@ SWITCHES = (
         receipt=("parameter_dtypes", "activation_dtypes"),
         acted=_acted,
         changes_result=True,
-        rules=(
-            *RULES,
-            Rule(
-                "RF001",
-                "Mixed precision needs one of the three templates.",
-                "the template's engine casts and scales the loss; your own loop does neither",
-                "[R]",
-                needs_template("mixed-precision"),
-                Example("--mixed-precision bf16", machine={"template": None}),
-                refusal="Mixed precision in a program that uses none of the three templates.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rapidformer_templates.planning.checks import OPTIMIZER_HAS_CPU_FORM
+from rapidformer_templates.planning.checks import OFFLOAD_RULES, Given, clash, needs
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -18,7 +17,6 @@ from rapidformer_templates.planning.switch import (
     Switch,
     add,
     always,
-    drop,
 )
 
 
@@ -34,41 +32,25 @@ class NvmeOffloadFlags:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF011",
-    "NVMe offload needs ZeRO-3.",
-    "DeepSpeed swaps to disk only what ZeRO-3 has partitioned",
-    "[D]",
-    Example("--nvme-path /local_nvme --zero-2-memory-optimization --world-size 2"),
-    refusal="Offload to NVMe without ZeRO-3.",
-)
+@RULES.add("RF011", "[D]", "--nvme-path /local_nvme --zero-2-memory-optimization --world-size 2")
 def _needs_zero_3(request: Request) -> list[Finding]:
-    if "zero-3" in request.active:
-        return []
-    return [
-        Finding(
-            "nvme-offload needs zero-3",
-            request.asked_for("nvme-offload"),
-            switches=("nvme-offload",),
-            changes=(add({"zero_3_memory_optimization": True}),),
-        )
-    ]
+    """NVMe offload needs ZeRO-3.
+
+    Why: DeepSpeed swaps to disk only what ZeRO-3 has partitioned.
+    """
+    return needs(request, "nvme-offload", "zero-3", add({"zero_3_memory_optimization": True}))
 
 
 @RULES.add(
-    "RF115",
-    "An average of the weights is kept in memory.",
-    "DeepSpeed swaps only the moments of a part from the disk and back",
-    "[deepspeed]",
-    Example("--ema-decay 0.999 --nvme-path /local_nvme --zero-3-memory-optimization --world-size 2"),
-    refusal="A moving average of the weights together with NVMe offload.",
+    "RF115", "[deepspeed]", "--ema-decay 0.999 --nvme-path /local_nvme --zero-3-memory-optimization --world-size 2"
 )
 def _moves_moments_alone(request: Request) -> list[Finding]:
-    if "nvme-offload" not in request.active or request.config.training.ema_decay is None:
-        return []
-    message = "the average of the weights is stored next to the optimizer's moments, and nvme-offload moves only those"
-    values = (*request.asked("ema_decay"), *request.asked_for("nvme-offload"))
-    return [Finding(message, values, switches=("nvme-offload",), changes=(drop({"ema_decay": None}),))]
+    """An average of the weights is kept in memory.
+
+    Why: DeepSpeed swaps only the moments of a part from the disk and back.
+    """
+    message = "the average of the weights is stored next to the optimizer's moments, and {1} moves only those"
+    return clash(request, Given("ema_decay"), "nvme-offload", message=message)
 
 
 SWAPPED = 2**20
@@ -110,6 +92,6 @@ SWITCHES = (
         engine_options=lambda request, options: replace(options, offload="nvme"),
         receipt=("optimizer_state_bytes", "optimizer_class", "swapped_bytes"),
         acted=_acted,
-        rules=(*RULES, OPTIMIZER_HAS_CPU_FORM),
+        rules=(*RULES, *OFFLOAD_RULES),
     ),
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rapidformer_templates.planning.environment import AMPERE
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -33,21 +33,18 @@ class Tf32Flags:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF018",
-    "tf32 needs an Ampere or newer GPU.",
-    "tf32 is a mode of the tensor cores since compute capability 8.0; elsewhere it would do nothing",
-    "[S, torch]",
-    Example("--tf32"),
-    refusal="tf32 on a GPU that is older than Ampere, or without a GPU.",
-)
-def _needs_ampere(request: Request) -> list[Finding]:
+@RULES.add("RF018", "[S, torch]", "--tf32")
+def _needs_ampere(request: Request) -> Iterator[Finding]:
+    """tf32 needs an Ampere or newer GPU.
+
+    Why: tf32 is a mode of the tensor cores since compute capability 8.0; elsewhere it would do nothing.
+    """
     capability = request.environment.compute_capability
-    if request.environment.device == "cuda" and (capability is None or capability >= AMPERE):
-        return []  # a plan may be made on a machine without the GPU; training checks again
-    has = "this run is on a CPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
-    message = f"tf32 needs a GPU of compute capability 8.0 or newer; {has}"
-    return [Finding(message, request.asked_for("tf32"), switches=("tf32",))]
+    if request.environment.device != "cuda" or (capability and capability < AMPERE):
+        # A plan may be made on a machine without the GPU. Training checks again.
+        has = f"this one has {capability[0]}.{capability[1]}" if capability else "this run is on a CPU"
+        message = f"tf32 needs a GPU of compute capability 8.0 or newer; {has}"
+        yield Finding(message, request.asked_for("tf32"), switches=("tf32",))
 
 
 def allow_tf32(assembly: Assembly, building: Building[object]) -> None:

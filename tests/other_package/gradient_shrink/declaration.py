@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from rapidformer_templates import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -64,7 +63,7 @@ SWITCHES = (
                 "the graph of ONNX Runtime contains the forward, and its backward is made from it",
                 "[gradient-shrink]",
                 _captured,
-                Example("--embedding-gradient-shrink 0.1 --onnx-runtime-training"),
+                "--embedding-gradient-shrink 0.1 --onnx-runtime-training",
             ),
         ),
     ),

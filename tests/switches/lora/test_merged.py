@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models import saving
+from rapidformer_templates.models import weight_files
 from tests.support import parity
 from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.selection import by_default
@@ -106,7 +106,7 @@ def _assert_same_weights(in_memory: Any, adapters: Path, root: Path) -> None:
     in_memory.config.use_cache = True
     in_memory.save_pretrained(root / "in memory")
     assert (root / "merged/model.safetensors").read_bytes() == (root / "in memory/model.safetensors").read_bytes()
-    with mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+    with mock.patch.object(weight_files, "SHARD_BYTES", SHARD_BYTES):
         merge(adapters, root / "shards")
     shards = [load_file(file) for file in (root / "shards").glob("*.safetensors")]
     assert len(shards) > 2

@@ -38,8 +38,7 @@ from rapidformer_templates.models.architectures import dropout_rates
 from rapidformer_templates.models.label_use import LabelUse, check_causal
 from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.metrics import preference_metrics
-from rapidformer_templates.planning.tasks import MESSAGES
+from rapidformer_templates.planning.tasks import MESSAGES, preference_metrics
 from rapidformer_templates.system.workers import Workers
 
 Reference = Callable[[Any], AbstractContextManager[Model]]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import needs_template
-from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.checks import Given, clash, needs, needs_template
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
     Prediction,
     Request,
-    Rule,
     RuleList,
     Switch,
     add,
@@ -42,27 +40,29 @@ BOUNDS = ("max_global_batch_size", "host_memory_gb")
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF061",
-    "--max-global-batch-size and --host-memory-gb bound a search: they need --auto-strategy. The first one excludes "
-    "--global-batch-size.",
-    "without a search there is nothing to bound, and an exact size leaves nothing to bound",
-    "[M]",
-    Example("--max-global-batch-size 32"),
-    refusal="A bound of the search without a search, or --max-global-batch-size next to --global-batch-size.",
-)
-def _bounds_the_search(request: Request) -> list[Finding]:
-    bound, exact = request.config.get("max_global_batch_size"), request.config.data.global_batch_size
-    bounds = [name for name in BOUNDS if request.config.get(name) is not None]
-    if bounds and not request.config.get("auto_strategy"):
-        message = f"{' and '.join(map(spelling, bounds))} has no effect without --auto-strategy"
-        changes = (add({"auto_strategy": True}),)
-        return [Finding(message, request.asked(*bounds), switches=("auto-strategy",), changes=changes)]
-    if bound is not None and exact is not None and request.config.origin("global_batch_size") != "auto-strategy":
-        flags = request.asked("max_global_batch_size", "global_batch_size")
-        message = "--global-batch-size and --max-global-batch-size exclude each other"
-        return [Finding(message, flags, switches=("auto-strategy",))]
-    return []
+@RULES.add("RF061", "[M]", "--max-global-batch-size 32")
+def _bounds_the_search(request: Request) -> Iterator[Finding]:
+    """--max-global-batch-size and --host-memory-gb bound a search: they need --auto-strategy. The first one excludes
+    --global-batch-size.
+
+    Why: without a search there is nothing to bound, and an exact size leaves nothing to bound.
+    """
+    search, bounds = Given("auto_strategy"), tuple(map(Given, BOUNDS))
+    message = "{} has no effect without --auto-strategy"
+    yield from needs(request, bounds, search, add({"auto_strategy": True}), message=message)
+    if request.config.origin("global_batch_size") != "auto-strategy":
+        yield from clash(
+            request, search, bounds[0], Given("global_batch_size"), message="{2} and {1} exclude each other"
+        )
+
+
+@RULES.add("RF060", "[M]", "--template Pretrainer --auto-strategy --world-size 2")
+def _only_in_trainer(request: Request) -> Iterator[Finding]:
+    """The automatic strategy needs the Trainer template.
+
+    Why: it chooses between 3D layouts and ZeRO, which the other templates do not have.
+    """
+    return needs_template(request, "auto-strategy")
 
 
 def _acted(measured: Measured) -> str | None:
@@ -89,17 +89,6 @@ SWITCHES = (
         templates=("Trainer",),
         receipt=("layout",),
         acted=_acted,
-        rules=(
-            Rule(
-                "RF060",
-                "The automatic strategy needs the Trainer template.",
-                "it chooses between 3D layouts and ZeRO, which the other templates do not have",
-                "[M]",
-                needs_template("auto-strategy"),
-                Example("--template Pretrainer --auto-strategy --world-size 2"),
-                refusal="The automatic strategy in a Finetuner or a Pretrainer.",
-            ),
-            *RULES,
-        ),
+        rules=tuple(RULES),
     ),
 )

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.planning.checks import needs_template, shown
+from rapidformer_templates.planning.checks import Given, clash, needs_template, shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
     Prediction,
     Request,
-    Rule,
     RuleList,
     Switch,
     always,
     drop,
     replace,
 )
-from rapidformer_templates.planning.tasks import TASKS
+from rapidformer_templates.planning.tasks import tasks_with
 
 # A compiler keeps one graph per shape. torch.compile stops compiling a function after eight of them.
 MAX_SHAPES = 8
@@ -89,28 +87,29 @@ def _notes(request: Request) -> Sequence[str]:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF039",
-    "Dynamic shapes need samples with one length each, and choose the order of the samples.",
-    "a shape has one length; a task with a second one, or one that needs targets even in a row of "
-    "padding, cannot be padded to it",
-    "[rapidformer_templates]",
-    Example("--template Pretrainer --task seq2seq_lm --data-iterator dynamic-shape"),
-    refusal="Dynamic shapes for samples with two lengths, or with flags that order or group the samples.",
-)
-def _one_length(request: Request) -> list[Finding]:
-    findings = []
-    task = request.config.training.task
-    if task is not None and not TASKS[task].has_lengths:
-        message = f"dynamic-shape cannot be combined with task {task}"
-        flags = (*request.asked("task"), *request.asked_for("dynamic-shape"))
-        findings.append(Finding(message, flags, switches=("dynamic-shape",)))
+@RULES.add("RF039", "[rapidformer_templates]", "--template Pretrainer --task seq2seq_lm --data-iterator dynamic-shape")
+def _one_length(request: Request) -> Iterator[Finding]:
+    """Dynamic shapes need samples with one length each, and choose the order of the samples.
+
+    Why: a shape has one length; a task with a second one, or one that needs targets even in a row of padding, cannot be
+    padded to it.
+    """
+    tasks = Given("task", tasks_with(lambda task: not task.has_lengths), instead=())
+    yield from clash(request, tasks, "dynamic-shape", message="{1} cannot be combined with {0}")
+    static = replace({"data_iterator": "static"})
     for name, (off, reason) in OWN_BATCHES.items():
         if request.config.get(name) != off:
             flags = (*request.asked(name), *request.asked_for("dynamic-shape"))
-            changes = (drop({name: off}), replace({"data_iterator": "static"}))
-            findings.append(Finding(f"dynamic-shape {reason}", flags, changes=changes))
-    return findings
+            yield Finding(f"dynamic-shape {reason}", flags, changes=(drop({name: off}), static))
+
+
+@RULES.add("RF007", "[R]", "--template Finetuner --data-iterator dynamic-shape")
+def _only_in_pretrainer(request: Request) -> Iterator[Finding]:
+    """The dynamic-shape iterator needs the Pretrainer template.
+
+    Why: its batches hold varying numbers of samples, while recipes for fine-tuning count samples per step.
+    """
+    return needs_template(request, "dynamic-shape")
 
 
 def _acted(measured: Measured) -> str | None:
@@ -140,17 +139,6 @@ SWITCHES = (
         receipt=("batch_shapes", "fill", "useful_tokens", "padded_tokens"),
         acted=_acted,
         changes_result=True,
-        rules=(
-            *RULES,
-            Rule(
-                "RF007",
-                "The dynamic-shape iterator needs the Pretrainer template.",
-                "its batches hold varying numbers of samples, while recipes for fine-tuning count samples per step",
-                "[R]",
-                needs_template("dynamic-shape"),
-                Example("--template Finetuner --data-iterator dynamic-shape"),
-                refusal="Batches of dynamic shapes in a Finetuner or a Trainer.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

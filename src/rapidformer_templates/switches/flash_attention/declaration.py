@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import shown
+from rapidformer_templates.planning.checks import Given, clash, shown
 from rapidformer_templates.planning.environment import AMPERE
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import AttentionKernel
@@ -15,7 +15,6 @@ from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
     REPLACE,
     Change,
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -66,43 +65,30 @@ def _notes(request: Request) -> Sequence[str]:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF013",
-    "Flash attention needs batches without a padding mask; with one, the memory-efficient kernel is used.",
-    "the flash kernels of GPUs do not accept a mask",
-    "[S]",
-    Example("--use-flash-attn --task sequence_classification"),
-    refuses=False,
-    refusal="Nothing. The plan notes that flash attention uses another kernel for batches with padding.",
-)
-def _padded_batches(request: Request) -> list[Finding]:
+@RULES.add("RF013", "[S]", "--use-flash-attn --task sequence_classification", refuses=False)
+def _padded_batches(request: Request) -> Iterator[Finding]:
+    """Flash attention needs batches without a padding mask; with one, the memory-efficient kernel is used.
+
+    Why: the flash kernels of GPUs do not accept a mask.
+    """
     config = request.config
-    if config.training.task == "pretraining" or config.data.pack_sequences:
-        return []  # packed: every sequence has the full length
-    if request.environment.device == "cpu":
-        message = "flash-attention: in batches with padding, the CPU's flash kernel takes the padding as a mask"
-    else:
-        message = "flash-attention: batches with padding use the memory-efficient kernel"
-    return [Finding(message, request.asked("use_flash_attn"))]
+    if config.training.task != "pretraining" and not config.data.pack_sequences:  # else all sequences have one length
+        of_cpu = "in batches with padding, the CPU's flash kernel takes the padding as a mask"
+        of_gpu = "batches with padding use the memory-efficient kernel"
+        message = f"flash-attention: {of_cpu if request.environment.device == 'cpu' else of_gpu}"
+        yield Finding(message, request.asked("use_flash_attn"))
 
 
-@RULES.add(
-    "RF081",
-    "Flash attention on a CPU has no dropout.",
-    "torch's flash kernel for CPUs has none, and falls back to the matrix of scores if there is dropout",
-    "[torch]",
-    Example("--use-flash-attn --dropout 0.1"),
-    refusal="Flash attention with dropout on a CPU.",
-)
+@RULES.add("RF081", "[torch]", "--use-flash-attn --dropout 0.1")
 def _no_dropout(request: Request) -> list[Finding]:
-    rate = request.config.model.dropout
-    if request.environment.device != "cpu" or not rate:
+    """Flash attention on a CPU has no dropout.
+
+    Why: torch's flash kernel for CPUs has none, and falls back to the matrix of scores if there is dropout.
+    """
+    if request.environment.device != "cpu" or not request.config.model.dropout:
         return []
-    message = f"flash-attention on a CPU cannot be combined with --dropout {rate:g}"
-    changes = (Change("--dropout 0", REPLACE, {"dropout": 0.0}),)
-    return [
-        Finding(message, request.asked("use_flash_attn", "dropout"), switches=("flash-attention",), changes=changes)
-    ]
+    rate = Given("dropout", instead=(Change("--dropout 0", REPLACE, {"dropout": 0.0}),))
+    return clash(request, "flash-attention", rate, message="flash-attention on a CPU cannot be combined with {1}")
 
 
 def _acted(measured: Measured) -> str | None:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rapidformer_templates.errors import counted
 from rapidformer_templates.planning.checks import (
     PARTITIONING,
+    Given,
     check_even_shards,
     divides_parameters,
     first_finding,
     idle_without_copies,
+    nearest_divisor,
+    needs,
     shown,
 )
-from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import Dimension, EngineOptions, shards_of_experts
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -81,33 +83,30 @@ FSDP_OPTIONS_RULES = RuleList()
 HYBRID_SHARDING_RULES = RuleList()
 
 
-@FSDP_OPTIONS_RULES.add(
-    "RF035",
-    "FSDP's options need FSDP; the type of its sums needs mixed precision, fp16 also the loss scale.",
-    "no other engine gathers parameters for a forward; without mixed precision gradients are fp32, and "
-    "without a loss scale small ones vanish in fp16",
-    "[torch]",
-    Example("--no-fsdp-reshard-after-forward --world-size 2"),
-    refusal="Options of FSDP without FSDP, or a type of gradient sums that needs mixed precision.",
-)
-def _options_need_fsdp(request: Request) -> list[Finding]:
-    if "fsdp" not in request.active:
-        changed = [name for name, off in OFF.items() if request.config.get(name) != off]
-        message = f"{' and '.join(map(spelling, changed))} has no effect without --fsdp-memory-optimization"
-        changes = (add({"fsdp_memory_optimization": True}),)
-        return [Finding(message, request.asked(*changed), switches=("fsdp-options",), changes=changes)]
+@FSDP_OPTIONS_RULES.add("RF035", "[torch]", "--no-fsdp-reshard-after-forward --world-size 2")
+def _options_need_fsdp(request: Request) -> Iterator[Finding]:
+    """FSDP's options need FSDP; the type of its sums needs mixed precision, fp16 also the loss scale.
+
+    Why: no other engine gathers parameters for a forward; without mixed precision gradients are fp32, and without a
+    loss scale small ones vanish in fp16.
+    """
+    options = (Given("fsdp_reshard_after_forward", (False,)), Given("fsdp_reduce_dtype"))
+    way, message = add({"fsdp_memory_optimization": True}), "{} has no effect without --fsdp-memory-optimization"
+    yield from needs(request, options, "fsdp", way, message=message)
     # 16-bit sums need 16-bit products, and fp16 sums need the loss scale of fp16.
     reduce_dtype, computed = request.config.get("fsdp_reduce_dtype"), precision(request.config, request.environment)
-    if reduce_dtype is None or (computed != "fp32" and (computed, reduce_dtype) != ("bf16", "fp16")):
-        return []
+    if reduce_dtype is None or "fsdp" not in request.active:
+        return
+    changes = (drop({"fsdp_reduce_dtype": None}),)
+    flags = request.asked("fsdp_reduce_dtype", "mixed_precision")
     if computed == "fp32":
         message = "--fsdp-reduce-dtype has no effect without --mixed-precision"
-        mend = add({"mixed_precision": "fp16" if reduce_dtype == "fp16" else "bf16"})
-    else:
+        way = add({"mixed_precision": "fp16" if reduce_dtype == "fp16" else "bf16"})
+        yield Finding(message, flags, changes=(way, *changes))
+    elif (computed, reduce_dtype) == ("bf16", "fp16"):
         message = "--fsdp-reduce-dtype fp16 needs the loss scale of --mixed-precision fp16"
-        mend = replace({"fsdp_reduce_dtype": "bf16"}, "has the range of fp32")
-    flags = request.asked("fsdp_reduce_dtype", "mixed_precision")
-    return [Finding(message, flags, changes=(mend, drop({"fsdp_reduce_dtype": None})))]
+        way = replace({"fsdp_reduce_dtype": "bf16"}, "has the range of fp32")
+        yield Finding(message, flags, changes=(way, *changes))
 
 
 def _options(request: Request, options: EngineOptions) -> EngineOptions:
@@ -140,32 +139,21 @@ def _options_acted(measured: Measured) -> str | None:
     return f"whole parameters at the start of the backward were expected; {whole or 0:.0%} of them are whole"
 
 
-@HYBRID_SHARDING_RULES.add(
-    "RF225",
-    "--fsdp-shard-size is above one and divides the workers.",
-    "every group shares one copy of the states, and all groups are equal; if each worker had its own copy, "
-    "it would be plain data parallelism",
-    "[torch]",
-    Example("--fsdp-memory-optimization --fsdp-shard-size 3 --world-size 4"),
-    refusal="A size of FSDP groups that is one or does not divide the workers.",
-)
-def _groups_fit(request: Request) -> list[Finding]:
+@HYBRID_SHARDING_RULES.add("RF225", "[torch]", "--fsdp-memory-optimization --fsdp-shard-size 3 --world-size 4")
+def _groups_fit(request: Request) -> Iterator[Finding]:
+    """--fsdp-shard-size is above one and divides the workers.
+
+    Why: every group shares one copy of the states, and all groups are equal; if each worker had its own copy, it would
+    be plain data parallelism.
+    """
     size, workers = request.config.get(SIZE), request.sizes.copies
-    if size > 1 and workers % size == 0:
-        return []
-    nearest = next((n for n in range(min(size, workers), 1, -1) if workers % n == 0), None)
-    every = f"{workers} worker{'s' if workers > 1 else ''}"
-    message = f"{every} cannot be divided into groups of {size}" if size > 1 else "a group of one worker shards nothing"
-    return [
-        Finding(
-            message,
-            (*request.asked(SIZE), f"{every} in all"),
-            changes=(
-                *((replace({SIZE: nearest}),) if nearest else ()),
-                drop({SIZE: None}, "one group of all workers"),
-            ),
-        )
-    ]
+    if size == 1 or workers % size:
+        every = counted(workers, "worker")
+        uneven = f"{every} cannot be divided into groups of {size}"
+        message = uneven if size > 1 else "a group of one worker shards nothing"
+        nearest = nearest_divisor(SIZE, min(size, workers), lambda n: workers % n == 0)
+        changes = (*nearest, drop({SIZE: None}, "one group of all workers"))
+        yield Finding(message, (*request.asked(SIZE), f"{every} in all"), changes=changes)
 
 
 def _dimensions(request: Request) -> Sequence[Dimension]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.planning.checks import Given, clash
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -16,7 +16,7 @@ from rapidformer_templates.planning.switch import (
     RuleList,
     Switch,
 )
-from rapidformer_templates.planning.tasks import TASKS
+from rapidformer_templates.planning.tasks import tasks_with
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,14 @@ def _notes(request: Request) -> Sequence[str]:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF062",
-    "The fused loss is for tasks that predict words.",
-    "it joins the product with the vocabulary and the cross-entropy over it; other tasks have neither",
-    "[Liger]",
-    Example("--fused-linear-cross-entropy --task sequence_classification"),
-    refusal="The fused loss in a task that does not predict words.",
-)
+@RULES.add("RF062", "[Liger]", "--fused-linear-cross-entropy --task sequence_classification")
 def _scores_words(request: Request) -> list[Finding]:
-    task = request.config.training.task
-    if task is None or TASKS[task].predicts_tokens:
-        return []
-    message = f"--task {task} has no loss over the vocabulary to fuse"
-    flags = request.asked("fused_linear_cross_entropy", "task")
-    return [Finding(message, flags, switches=("fused-linear-cross-entropy",))]
+    """The fused loss is for tasks that predict words.
+
+    Why: it joins the product with the vocabulary and the cross-entropy over it; other tasks have neither.
+    """
+    others = Given("task", tasks_with(lambda task: not task.predicts_tokens), instead=())
+    return clash(request, "fused-linear-cross-entropy", others, message="{1} has no loss over the vocabulary to fuse")
 
 
 def _acted(measured: Measured) -> str | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.planning.checks import shown
+from rapidformer_templates.planning.checks import nearest_divisor, shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -41,47 +40,36 @@ RULES = RuleList()
 
 @RULES.add(
     "RF230",
-    "All-to-all needs attention heads for each worker: the context size divides their number.",
-    "each worker computes attention over whole sequences for its share of the heads; a ring does not divide heads",
     "[DeepSpeed-Ulysses]",
-    Example(
-        "--context-parallel-size 3 --context-parallel-kind all-to-all --model-type gpt2 "
-        "--num-attention-heads 4 --world-size 3"
-    ),
-    refusal="All-to-all context parallelism with a size that does not divide the attention heads.",
+    "--context-parallel-size 3 --context-parallel-kind all-to-all --model-type gpt2 "
+    "--num-attention-heads 4 --world-size 3",
 )
-def _heads_divide(request: Request) -> list[Finding]:
+def _heads_divide(request: Request) -> Iterator[Finding]:
+    """All-to-all needs attention heads for each worker: the context size divides their number.
+
+    Why: each worker computes attention over whole sequences for its share of the heads; a ring does not divide heads.
+    """
     heads, sizes = request.model.num_attention_heads, request.sizes
-    if request.config.get(KIND) != "all-to-all" or heads is None or heads % (sizes.context * sizes.tensor) == 0:
-        return []
-    others = sizes.divides // sizes.context
-    fitting = (
-        n for n in range(sizes.context - 1, 1, -1) if not heads % (n * sizes.tensor) | sizes.world % (n * others)
-    )
-    tensor = f" of tensor size {sizes.tensor}" if sizes.tensor > 1 else ""
-    return [
-        Finding(
-            f"context size {sizes.context} does not divide attention heads {heads}{tensor}",
-            request.asked_for("context-parallel"),
-            switches=("context-parallel",),
-            changes=(replace({KIND: "ring"}), *tuple(replace({CONTEXT: n}) for n in fitting)[:1]),
+    if request.config.get(KIND) == "all-to-all" and heads is not None and heads % (sizes.context * sizes.tensor):
+        others = sizes.divides // sizes.context
+        changes = nearest_divisor(
+            CONTEXT, sizes.context, lambda n: not heads % (n * sizes.tensor) and not sizes.world % (n * others)
         )
-    ]
+        tensor = f" of tensor size {sizes.tensor}" if sizes.tensor > 1 else ""
+        message = f"context size {sizes.context} does not divide attention heads {heads}{tensor}"
+        flags = request.asked_for("context-parallel")
+        yield Finding(message, flags, ("context-parallel",), (replace({KIND: "ring"}), *changes))
 
 
-@RULES.add(
-    "RF231",
-    "Sequences are divided in decoders and encoders, not in models that have both.",
-    "a decoder reads the output of the encoder, whose sequence is another one",
-    "[rapidformer_templates]",
-    Example("--context-parallel-size 2 --task seq2seq_lm --world-size 2"),
-    refusal="Context parallelism for an encoder-decoder model.",
-)
-def _one_sequence(request: Request) -> list[Finding]:
-    if request.config.training.task != "seq2seq_lm" and request.model.model_type not in ENCODER_DECODERS:
-        return []
-    message = "context-parallel does not work for an encoder-decoder model"
-    return [Finding(message, request.asked_for("context-parallel"), switches=("context-parallel",))]
+@RULES.add("RF231", "[rapidformer_templates]", "--context-parallel-size 2 --task seq2seq_lm --world-size 2")
+def _one_sequence(request: Request) -> Iterator[Finding]:
+    """Sequences are divided in decoders and encoders, not in models that have both.
+
+    Why: a decoder reads the output of the encoder, whose sequence is another one.
+    """
+    if request.config.training.task == "seq2seq_lm" or request.model.model_type in ENCODER_DECODERS:
+        message = "context-parallel does not work for an encoder-decoder model"
+        yield Finding(message, request.asked_for("context-parallel"), switches=("context-parallel",))
 
 
 ENCODER_DECODERS = ("t5", "mt5", "bart", "mbart", "pegasus", "marian")

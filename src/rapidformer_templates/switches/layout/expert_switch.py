@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_without_copies
+from rapidformer_templates.errors import counted
+from rapidformer_templates.planning.checks import (
+    PARTITIONING,
+    TOGETHER_REVERSED,
+    Given,
+    clash,
+    idle_without_copies,
+    nearest_divisor,
+)
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Dimension
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -22,7 +29,7 @@ from rapidformer_templates.planning.switch import (
     drop,
     replace,
 )
-from rapidformer_templates.switches.mixture_of_experts.declaration import HAS_EXPERTS, UNDIVIDED
+from rapidformer_templates.switches.mixture_of_experts.declaration import UNDIVIDED, has_experts_to_use
 
 
 @dataclass(frozen=True)
@@ -57,57 +64,55 @@ def _group_text(request: Request) -> str:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF020",
-    "The number of experts is a multiple of the workers that they are divided over.",
-    "each worker holds the same number of experts",
-    "[deepspeed]",
-    Example("--num-experts 3 --expert-parallel --world-size 2"),
-    refusal="A number of experts that the workers cannot share evenly.",
-)
-def _experts_divide(request: Request) -> list[Finding]:
+@RULES.add("RF020", "[deepspeed]", "--num-experts 3 --expert-parallel --world-size 2")
+def _experts_divide(request: Request) -> Iterator[Finding]:
+    """The number of experts is a multiple of the workers that they are divided over.
+
+    Why: each worker holds the same number of experts.
+    """
     experts, group = request.config.get("num_experts") or request.model.num_experts, _group(request)
-    if experts is None or experts % group == 0:
-        return []
-    above = -(-experts // group) * group
-    return [
-        Finding(
-            f"{experts} experts cannot be divided evenly over {group} workers",
-            (*request.asked("num_experts", "expert_parallel", SIZE), _group_text(request)),
-            switches=("expert-parallel",),
-            changes=tuple(replace({"num_experts": n}) for n in (above, above - group) if n),
-        )
-    ]
+    if experts is not None and experts % group:
+        above = -(-experts // group) * group
+        message = f"{experts} experts cannot be divided evenly over {group} workers"
+        flags = (*request.asked("num_experts", "expert_parallel", SIZE), _group_text(request))
+        changes = tuple(replace({"num_experts": n}) for n in (above, above - group) if n)
+        yield Finding(message, flags, ("expert-parallel",), changes)
+
+
+@RULES.add("RF277", "[M]", "--num-experts 6 --expert-model-parallel-size 3 --world-size 4")
+def _groups_fit(request: Request) -> Iterator[Finding]:
+    """--expert-model-parallel-size divides the workers that have copies of everything else: data × context.
+
+    Why: every group of them has one copy of the experts, and all groups are equal; --expert-parallel is one group of
+    all of them.
+    """
+    size, workers = request.config.get(SIZE), request.sizes.copies
+    if size is not None and request.config.get("expert_parallel") and size != workers:
+        message = f"--expert-parallel divides over all {workers} workers, not over {size}"
+        yield from clash(request, Given("expert_parallel"), Given(SIZE), message=message)
+    elif size is not None and workers % size:
+        message = f"{counted(workers, 'worker')} cannot be divided into groups of {size}"
+        changes = (*nearest_divisor(SIZE, min(size, workers), lambda n: workers % n == 0), drop({SIZE: None}))
+        yield Finding(message, (*request.asked(SIZE), _group_text(request)), ("expert-parallel",), changes)
 
 
 @RULES.add(
-    "RF277",
-    "--expert-model-parallel-size divides the workers that have copies of everything else: data × context.",
-    "every group of them has one copy of the experts, and all groups are equal; --expert-parallel is one "
-    "group of all of them",
-    "[M]",
-    Example("--num-experts 6 --expert-model-parallel-size 3 --world-size 4"),
-    refusal="A size of expert groups that does not divide the workers that have copies of everything else.",
+    "RF074",
+    "[fairscale, deepspeed]",
+    "--num-experts 4 --expert-parallel --zero-3-memory-optimization --world-size 2",
 )
-def _groups_fit(request: Request) -> list[Finding]:
-    size, workers = request.config.get(SIZE), request.sizes.copies
-    if size is None:
-        return []
-    if request.config.get("expert_parallel") and size != workers:
-        message = f"--expert-parallel divides over all {workers} workers, not over {size}"
-        changes = (drop({"expert_parallel": False}), drop({SIZE: None}))
-        return [Finding(message, request.asked("expert_parallel", SIZE), changes=changes)]
-    if workers % size == 0:
-        return []
-    nearest = next((n for n in range(min(size, workers), 1, -1) if workers % n == 0), None)
-    return [
-        Finding(
-            f"{workers} worker{'s' * (workers > 1)} cannot be divided into groups of {size}",
-            (*request.asked(SIZE), _group_text(request)),
-            switches=("expert-parallel",),
-            changes=(*((replace({SIZE: nearest}),) if nearest else ()), drop({SIZE: None})),
-        )
-    ]
+def _partitions_copies(request: Request) -> list[Finding]:
+    """Divided experts can be combined only with partitioning of a parameter's states among the workers that have copies
+    of it: FSDP, ZeRO-1, ZeRO-2 and the distributed optimizer, also with CPU offload.
+
+    Why: an expert is on fewer workers than everything else, but fairscale has one process group for all parameters, and
+    DeepSpeed refuses its own experts under ZeRO-3.
+    """
+
+    def ignores_copies(switch: Switch) -> bool:
+        return switch.family in (PARTITIONING, "offload") and not switch.divides_copies
+
+    return clash(request, "expert-parallel", ignores_copies, message=TOGETHER_REVERSED)
 
 
 def _dimensions(request: Request) -> Sequence[Dimension]:
@@ -148,22 +153,5 @@ EXPERT_PARALLEL = Switch(
     in_layout=lambda switch: dataclasses.replace(switch, engine=PARALLEL_ENGINE, master_weights=True),
     receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
     acted=_acted,
-    rules=(
-        HAS_EXPERTS,
-        *RULES,
-        excludes(
-            "expert-parallel",
-            lambda switch: switch.family in (PARTITIONING, "offload") and not switch.divides_copies,
-            code="RF074",
-            title="Divided experts can be combined only with partitioning of a parameter's states among the "
-            "workers that have copies of it: FSDP, ZeRO-1, ZeRO-2 and the distributed optimizer, also with CPU "
-            "offload.",
-            why="an expert is on fewer workers than everything else, but fairscale has one process group for all "
-            "parameters, and DeepSpeed refuses its own experts under ZeRO-3",
-            source="[fairscale, deepspeed]",
-            message=TOGETHER_REVERSED,
-            example=Example("--num-experts 4 --expert-parallel --zero-3-memory-optimization --world-size 2"),
-            refusal="Experts that are divided over workers, together with OSS, SDP, ZeRO-3 or NVMe offload.",
-        ),
-    ),
+    rules=(has_experts_to_use, *RULES),
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.balance import balanced_cut
-from rapidformer_templates.planning.checks import shown
+from rapidformer_templates.planning.checks import ENCODER_DECODER, Given, clash, shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -56,16 +56,17 @@ RULES = RuleList()
 
 @RULES.add(
     "RF075",
-    "--pipeline-stages gives the number of blocks of each stage, and covers all blocks.",
-    "every block is on one stage, and each of the pipeline's workers has as many stages as the others",
     "[rapidformer_templates]",
-    Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
-    refusal="A list of pipeline stages that does not cover the blocks of the model.",
+    "--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2",
 )
-def _stages_fit(request: Request) -> list[Finding]:
+def _stages_fit(request: Request) -> Iterator[Finding]:
+    """--pipeline-stages gives the number of blocks of each stage, and covers all blocks.
+
+    Why: every block is on one stage, and each of the pipeline's workers has as many stages as the others.
+    """
     sizes, stages, layers = request.config.get("pipeline_stages"), _stages(request), request.model.num_layers
     if sizes in (None, AUTO_MEMORY):
-        return []
+        return
     words = [word.strip() for word in sizes.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         message = f"--pipeline-stages {sizes} is neither a list of numbers of blocks above zero nor {AUTO_MEMORY}"
@@ -74,78 +75,53 @@ def _stages_fit(request: Request) -> list[Finding]:
     elif layers is not None and sum(map(int, words)) != layers:
         message = f"--pipeline-stages {sizes} has {sum(map(int, words))} blocks; the model has {layers}"
     else:
-        return []
-    even = ",".join(map(str, balanced_cut(0, [1] * layers, 0, stages))) if layers and layers >= stages else None
-    return [
-        Finding(
-            message,
-            request.asked("pipeline_stages", "pipeline_model_parallel_size", "virtual_pipeline_size"),
-            changes=(*((replace({"pipeline_stages": even}),) if even else ()), drop({"pipeline_stages": None})),
-        )
-    ]
+        return
+    changes = [drop({"pipeline_stages": None})]
+    if layers and layers >= stages:
+        changes.append(replace({"pipeline_stages": ",".join(map(str, balanced_cut(0, [1] * layers, 0, stages)))}))
+    flags = request.asked("pipeline_stages", "pipeline_model_parallel_size", "virtual_pipeline_size")
+    yield Finding(message, flags, changes=tuple(changes))
 
 
 @RULES.add(
     "RF220",
-    "With --pipeline-stages auto-memory each worker has one stage of one or more blocks.",
-    "the search weighs one run of blocks per worker against those of the others; several would be weighed at once",
     "[rapidformer_templates]",
-    Example(
-        "--pipeline-model-parallel-size 2 --virtual-pipeline-size 2 --pipeline-stages auto-memory "
-        "--num-layers 8 --world-size 2"
-    ),
-    refusal="--pipeline-stages auto-memory with several stages per worker.",
+    "--pipeline-model-parallel-size 2 --virtual-pipeline-size 2 --pipeline-stages auto-memory "
+    "--num-layers 8 --world-size 2",
 )
-def _predicted_stages(request: Request) -> list[Finding]:
-    if request.config.get("pipeline_stages") != AUTO_MEMORY:
-        return []
-    flags, layers = request.asked("pipeline_stages", "pipeline_model_parallel_size"), request.model.num_layers
-    findings = []
-    if request.config.get("virtual_pipeline_size") > 1:
-        message = f"--pipeline-stages {AUTO_MEMORY} does not work together with --virtual-pipeline-size"
-        changes = drop({"virtual_pipeline_size": 1}), drop({"pipeline_stages": None})
-        findings.append(Finding(message, (*flags, *request.asked("virtual_pipeline_size")), changes=changes))
-    elif layers is not None and layers < request.sizes.pipeline:
+def _predicted_stages(request: Request) -> Iterator[Finding]:
+    """With --pipeline-stages auto-memory each worker has one stage of one or more blocks.
+
+    Why: the search weighs one run of blocks per worker against those of the others; several would be weighed at once.
+    """
+    by_memory, layers = Given("pipeline_stages", (AUTO_MEMORY,)), request.model.num_layers
+    yield from clash(request, by_memory, Given("virtual_pipeline_size"))
+    if layers is not None and layers < request.sizes.pipeline:
         message = f"{layers} blocks are too few for {request.sizes.pipeline} stages"
-        findings.append(Finding(message, flags, switches=("pipeline-parallel",)))
-    return findings
+        yield from clash(request, by_memory, "pipeline-parallel", message=message)
 
 
-@RULES.add(
-    "RF076",
-    "Interleaved stages have at least one block each.",
-    "a stage without a block would only pass hidden states on",
-    "[M]",
-    Example("--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2"),
-    refusal="More interleaved stages than the model has blocks.",
-)
+@RULES.add("RF076", "[M]", "--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2")
 def _enough_blocks(request: Request) -> list[Finding]:
+    """Interleaved stages have at least one block each.
+
+    Why: a stage without a block would only pass hidden states on.
+    """
     stages, layers = _stages(request), request.model.num_layers
-    if layers is None or request.config.get("virtual_pipeline_size") == 1 or stages <= layers:
+    if layers is None or stages <= layers:
         return []
-    return [
-        Finding(
-            f"{layers} blocks are too few for {stages} stages",
-            request.asked("virtual_pipeline_size", "pipeline_model_parallel_size"),
-            changes=(drop({"virtual_pipeline_size": 1}),),
-        )
-    ]
+    message = f"{layers} blocks are too few for {stages} stages"
+    return clash(request, Given("virtual_pipeline_size"), message=message)
 
 
-@RULES.add(
-    "RF077",
-    "A pipeline needs a model with one run of blocks: no encoder-decoder model.",
-    "every block of a decoder needs the output of the encoder, but stages send one hidden state to the next",
-    "[rapidformer_templates]",
-    Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
-    refusal="A pipeline for an encoder-decoder model.",
-)
+@RULES.add("RF077", "[rapidformer_templates]", "--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2")
 def _one_run_of_blocks(request: Request) -> list[Finding]:
-    if request.config.training.task != "seq2seq_lm":
-        return []
+    """A pipeline needs a model with one run of blocks: no encoder-decoder model.
+
+    Why: every block of a decoder needs the output of the encoder, but stages send one hidden state to the next.
+    """
     message = "an encoder-decoder model cannot be cut into pipeline stages"
-    flags = (*request.asked_for("pipeline-parallel"), *request.asked("task"))
-    return [Finding(message, flags, switches=("pipeline-parallel",))]
+    return clash(request, "pipeline-parallel", ENCODER_DECODER, message=message)
 
 
 def _acted(measured: Measured) -> str | None:

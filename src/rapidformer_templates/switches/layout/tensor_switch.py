@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import shown
+from rapidformer_templates.planning.checks import needs, shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -31,32 +30,21 @@ class TensorParallelFlags:
 TENSOR_RULES = RuleList()
 
 
-@TENSOR_RULES.add(
-    "RF064",
-    "Tensor parallelism needs a plan of the architecture.",
-    "a plan says which matrices are divided along which dimension; a guess would compute something else",
-    "[transformers]",
-    Example("--tensor-model-parallel-size 2 --model-type bloom --world-size 2"),
-    refusal="Tensor parallelism for an architecture without a tensor plan, or with a plan of unknown styles.",
-)
-def _has_tensor_plan(request: Request) -> list[Finding]:
+@TENSOR_RULES.add("RF064", "[transformers]", "--tensor-model-parallel-size 2 --model-type bloom --world-size 2")
+def _has_tensor_plan(request: Request) -> Iterator[Finding]:
+    """Tensor parallelism needs a plan of the architecture.
+
+    Why: a plan says which matrices are divided along which dimension; a guess would compute something else.
+    """
     kind = request.model.model_type
-    if kind is None or kind in PLANS:
-        return []
-    styles = styles_in_transformers(kind)
+    styles = None if kind is None or kind in PLANS else styles_in_transformers(kind)
     if styles is None:
-        return []  # the architecture comes from the model's own code, so the model is checked once it is built
-    unknown = sorted(styles - KNOWN)
-    if styles and not unknown:
-        return []
-    message = f"the tensor plan of {kind} has styles that this version does not know: {', '.join(unknown)}"
-    return [
-        Finding(
-            message if styles else f"{kind} has no tensor plan",
-            (*request.asked_for("tensor-parallel"), f"architecture {kind}"),
-            switches=("tensor-parallel",),
-        )
-    ]
+        return  # an architecture of the model's own code is checked once the model is built
+    unknown = ", ".join(sorted(styles - KNOWN))
+    if unknown or not styles:
+        what = f"the tensor plan of {kind} has styles that this version does not know: {unknown}"
+        flags = (*request.asked_for("tensor-parallel"), f"architecture {kind}")
+        yield Finding(what if styles else f"{kind} has no tensor plan", flags, switches=("tensor-parallel",))
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -113,25 +101,13 @@ class SequenceParallelFlags:
 SEQUENCE_RULES = RuleList()
 
 
-@SEQUENCE_RULES.add(
-    "RF014",
-    "Sequence parallelism needs tensor parallelism.",
-    "it shards over the workers of a tensor-parallel group; a group of one has nothing to divide",
-    "[M]",
-    Example("--sequence-parallel --world-size 2"),
-    refusal="Sequence parallelism without tensor parallelism.",
-)
+@SEQUENCE_RULES.add("RF014", "[M]", "--sequence-parallel --world-size 2")
 def _needs_tensor_parallel(request: Request) -> list[Finding]:
-    if "tensor-parallel" in request.active:
-        return []
-    return [
-        Finding(
-            "sequence-parallel needs a tensor size above 1",
-            request.asked("sequence_parallel", "tensor_model_parallel_size"),
-            switches=("sequence-parallel",),
-            changes=(add({"tensor_model_parallel_size": 2}),),
-        )
-    ]
+    """Sequence parallelism needs tensor parallelism.
+
+    Why: it shards over the workers of a tensor-parallel group; a group of one has nothing to divide.
+    """
+    return needs(request, "sequence-parallel", "tensor-parallel", add({"tensor_model_parallel_size": 2}))
 
 
 def _sequence_acted(measured: Measured) -> str | None:

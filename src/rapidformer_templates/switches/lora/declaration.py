@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.planning.checks import FlagValues, excludes, refuse_pair
+from rapidformer_templates.planning.checks import Given, clash, needs
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -26,7 +25,8 @@ from rapidformer_templates.planning.switch import (
 
 CODES = ("int8", "nf4", "int4")
 DIVIDING = ("deepspeed-config", "tensor-parallel")
-WHOLE_BASE = drop({"quantize_base": None})
+IN_CODES, IN_HALF = Given("quantize_base", CODES), Given("quantize_base", ("half",))
+DORA = Given("lora_variant", ("dora",))
 BITSANDBYTES = (0, 50)
 """The first version that also quantizes on a CPU."""
 SHARDS_CODES = (2, 12)
@@ -76,21 +76,17 @@ class LoraFlags:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF120",
-    "Adapters need pretrained weights.",
-    "a product of two small matrices corrects existing weights; it cannot replace missing ones",
-    "[peft]",
-    Example("--lora-rank 8 --model-type gpt2", {"packages": {"peft": "0.17"}}),
-    refusal="Adapters on a model without pretrained weights.",
-)
+@RULES.add("RF120", "[peft]", "--lora-rank 8 --model-type gpt2", packages={"peft": "0.17"})
 def _pretrained(request: Request) -> list[Finding]:
-    model = request.config.model
-    if model.model_type is None or model.pretrained_model_name_or_path:
+    """Adapters need pretrained weights.
+
+    Why: a product of two small matrices corrects existing weights; it cannot replace missing ones.
+    """
+    pretrained = Given("pretrained_model_name_or_path")
+    if request.config.model.model_type is None:
         return []
     message = "adapters need pretrained weights, but --model-type starts from scratch"
-    changes = (add({"pretrained_model_name_or_path": "FOLDER"}), drop({"lora_rank": None}))
-    return [Finding(message, request.asked("lora_rank", "model_type"), changes=changes)]
+    return needs(request, Given("lora_rank"), pretrained, add({pretrained.field: "FOLDER"}), message=message)
 
 
 def _matrices(request: Request) -> list[str]:
@@ -99,105 +95,111 @@ def _matrices(request: Request) -> list[str]:
     return [name for name in map(str.strip, names) if {"experts", "gate_up_proj"} & set(name.split("."))]
 
 
-@RULES.add(
-    "RF142",
-    "If experts have adapters, all adapters are plain and without dropout.",
-    "peft's ParamWrapper adds the product to the whole matrix, so it can have neither dropout before the "
-    "product nor DoRA",
-    "[peft]",
-    Example("--lora-rank 8 --lora-target-modules all-linear,experts --lora-dropout 0.1"),
-    refusal="DoRA or dropout of adapters, if experts have adapters.",
-)
-def _beside_matrices(request: Request) -> list[Finding]:
-    named, config = _matrices(request), request.config
+@RULES.add("RF142", "[peft]", "--lora-rank 8 --lora-target-modules all-linear,experts --lora-dropout 0.1")
+def _beside_matrices(request: Request) -> Iterator[Finding]:
+    """If experts have adapters, all adapters are plain and without dropout.
+
+    Why: peft's ParamWrapper adds the product to the whole matrix, so it can have neither dropout before the product nor
+    DoRA.
+    """
     plain: dict[str, object] = {"lora_dropout": 0.0, "lora_variant": "lora"}
-    flags = [name for name in plain if config.get(name) not in (plain[name], "rslora")]
-    if not named or not flags:
-        return []
-    words = " and ".join(map(spelling, flags))
-    message = f"peft has no adapters with {words} together with matrices that are not layers: {', '.join(named)}"
-    changes = (drop({name: plain[name] for name in flags}), replace({"lora_target_modules": "all-linear"}))
-    return [Finding(message, request.asked("lora_target_modules", *flags), changes=changes)]
+    named, flags = _matrices(request), [n for n in plain if request.config.get(n) not in (plain[n], "rslora")]
+    if named and flags:
+        words = " and ".join(map(spelling, flags))
+        message = f"peft has no adapters with {words} together with matrices that are not layers: {', '.join(named)}"
+        changes = (drop({name: plain[name] for name in flags}), replace({"lora_target_modules": "all-linear"}))
+        yield Finding(message, request.asked("lora_target_modules", *flags), changes=changes)
 
 
 @RULES.add(
     "RF140",
-    "A base in 8 or 4 bits is divided only by ZeRO-3, and by FSDP with torch 2.12 or newer.",
-    "they gather all codes of a weight before they are read; a worker that computes with a part of a weight would cut "
-    "through blocks of numbers that share a scale, and FSDP of older versions shards floating-point numbers only",
     "[rapidformer_templates]",
-    Example("--lora-rank 8 --quantize-base int8 --tensor-model-parallel-size 2", {"packages": {"peft": "0.17"}}),
-    refusal="A base in 8 or 4 bits under an engine that divides its weights, except FSDP and ZeRO-3.",
+    "--lora-rank 8 --quantize-base int8 --tensor-model-parallel-size 2",
+    packages={"peft": "0.17"},
 )
-def _codes_divided(request: Request) -> list[Finding]:
-    """Refuse quantized weights if a switch divides them and does not gather them.
+def _codes_divided(request: Request) -> Iterator[Finding]:
+    """A base in 8 or 4 bits is divided only by ZeRO-3, and by FSDP with torch 2.12 or newer.
 
-    Experts are quantized only if they have adapters themselves.
+    Why: they gather all codes of a weight before they are read; a worker that computes with a part of a weight would
+    cut through blocks of numbers that share a scale, and FSDP of older versions shards floating-point numbers only.
     """
-    codes = FlagValues("quantize_base", CODES, WHOLE_BASE)
-    dividing = (*DIVIDING, *(("expert-parallel",) if _matrices(request) else ()))
-    refused = refuse_pair(codes, dividing, "{1} divides the weights, but codes of 8 or 4 bits are read together")
+    dividing = (
+        *DIVIDING,
+        *(("expert-parallel",) if _matrices(request) else ()),
+    )
+    message = "{1} divides the weights, but codes of 8 or 4 bits are read together"
+    yield from clash(request, IN_CODES, dividing, message=message)
     version = request.environment.packages.get("torch")
-    if version is None or version_of(version) >= SHARDS_CODES:
-        return refused(request)
-    needed = f"{{1}} shards codes of 8 or 4 bits with torch {'.'.join(map(str, SHARDS_CODES))}, not with {version}"
-    return refused(request) + refuse_pair(codes, "fsdp", needed)(request)
+    if version is not None and version_of(version) < SHARDS_CODES:
+        message = f"{{1}} shards codes of 8 or 4 bits with torch {'.'.join(map(str, SHARDS_CODES))}, not with {version}"
+        yield from clash(request, IN_CODES, "fsdp", message=message)
 
 
-@RULES.add(
-    "RF126",
-    "A 16-bit base needs 16-bit products.",
-    "autocast would round the same weights to the same bits in each product; fp32 products would differ",
-    "[rapidformer_templates]",
-    Example("--lora-rank 8 --quantize-base half", {"packages": {"peft": "0.17"}}),
-    refusal="A 16-bit base of adapters without mixed precision.",
-)
+@RULES.add("RF126", "[rapidformer_templates]", "--lora-rank 8 --quantize-base half", packages={"peft": "0.17"})
 def _half_of_what(request: Request) -> list[Finding]:
-    if request.config.get("quantize_base") != "half" or request.config.get("mixed_precision"):
-        return []
+    """A 16-bit base needs 16-bit products.
+
+    Why: autocast would round the same weights to the same bits in each product; fp32 products would differ.
+    """
     message = "--quantize-base half keeps weights in the type that products are computed in, which is fp32 here"
-    changes = (add({"mixed_precision": "bf16"}), drop({"quantize_base": None}))
-    return [Finding(message, request.asked("quantize_base"), changes=changes)]
+    way = add({"mixed_precision": "bf16"})
+    return needs(request, IN_HALF, Given("mixed_precision"), way, message=message)
 
 
 @RULES.add(
     "RF128",
-    "DoRA needs the weights in fp32.",
-    "each forward measures the lengths that it trains on them, and they would be rounded with the weights",
     "[peft]",
-    Example(
-        "--lora-rank 8 --lora-variant dora --quantize-base half --mixed-precision bf16",
-        {"packages": {"peft": "0.17"}},
-    ),
-    refusal="DoRA on a base in fewer bits.",
+    "--lora-rank 8 --lora-variant dora --quantize-base half --mixed-precision bf16",
+    packages={"peft": "0.17"},
 )
 def _read_in_fp32(request: Request) -> list[Finding]:
-    if request.config.get("quantize_base") is None or request.config.get("lora_variant") != "dora":
-        return []
-    message = "dora measures the length of each output's weights in fp32"
-    changes = (drop({"quantize_base": None}), drop({"lora_variant": "lora"}))
-    return [Finding(message, request.asked("quantize_base", "lora_variant"), changes=changes)]
+    """DoRA needs the weights in fp32.
+
+    Why: each forward measures the lengths that it trains on them, and they would be rounded with the weights.
+    """
+    return clash(
+        request, Given("quantize_base"), DORA, message="dora measures the length of each output's weights in fp32"
+    )
+
+
+@RULES.add("RF141", "[bitsandbytes]", "--lora-rank 8 --quantize-base nf4", packages={"peft": "0.17"})
+def _reads_nf4(request: Request) -> Iterator[Finding]:
+    """nf4 is bitsandbytes' format.
+
+    Why: it has kernels that write and read it on GPUs and, since 0.50, on CPUs; int8 and int4 need none.
+    """
+    version = request.environment.packages.get("bitsandbytes")
+    if request.config.get("quantize_base") == "nf4" and (version is None or version_of(version) < BITSANDBYTES):
+        has = "which is not installed" if version is None else f"and {version} is installed"
+        since = ".".join(map(str, BITSANDBYTES))
+        message = f"nf4 needs bitsandbytes {since} or newer, {has}: pip install 'rapidformer_templates[bitsandbytes]'"
+        changes = tuple(add({"quantize_base": other}) for other in ("int4", "int8"))
+        yield Finding(message, request.asked("quantize_base"), changes=changes)
+
+
+@RULES.add("RF122", "[peft]", "--lora-rank 8 --lora-variant dora --zero-3-memory-optimization")
+def _lengths_of_whole_weights(request: Request) -> list[Finding]:
+    """DoRA needs whole weights.
+
+    Why: it divides by the length of each output's weights, in each forward.
+    """
+    message = "dora reads the whole weights of a layer outside its forward, but {1} divides them"
+    return clash(request, DORA, ("zero-3", "tensor-parallel"), message=message)
 
 
 @RULES.add(
-    "RF141",
-    "nf4 is bitsandbytes' format.",
-    "it has kernels that write and read it on GPUs and, since 0.50, on CPUs; int8 and int4 need none",
-    "[bitsandbytes]",
-    Example("--lora-rank 8 --quantize-base nf4", {"packages": {"peft": "0.17"}}),
-    refusal="An nf4 base without a bitsandbytes that supports the device.",
+    "RF127",
+    "[rapidformer_templates]",
+    "--lora-rank 8 --quantize-base half --mixed-precision bf16 --zero-2-memory-optimization",
+    packages={"peft": "0.17"},
 )
-def _reads_nf4(request: Request) -> list[Finding]:
-    if request.config.get("quantize_base") != "nf4":
-        return []
-    version = request.environment.packages.get("bitsandbytes")
-    if version is not None and version_of(version) >= BITSANDBYTES:
-        return []
-    has = "which is not installed" if version is None else f"and {version} is installed"
-    since = ".".join(map(str, BITSANDBYTES))
-    message = f"nf4 needs bitsandbytes {since} or newer, {has}: pip install 'rapidformer_templates[bitsandbytes]'"
-    changes = tuple(add({"quantize_base": other}) for other in ("int4", "int8"))
-    return [Finding(message, request.asked("quantize_base"), changes=changes)]
+def _types_by_deepspeed(request: Request) -> list[Finding]:
+    """A 16-bit base needs an engine that leaves weights unchanged.
+
+    Why: DeepSpeed converts the whole model.
+    """
+    converting = ("zero-1", "zero-2", "zero-3", "deepspeed-config")
+    return clash(request, IN_HALF, converting, message="{1} chooses the type of the weights itself")
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -263,33 +265,6 @@ SWITCHES = (
         ),
         acted=_acted,
         changes_result=True,
-        rules=(
-            *RULES,
-            excludes(
-                FlagValues("lora_variant", ("dora",), instead=drop({"lora_variant": "lora"})),
-                ("zero-3", "tensor-parallel"),
-                message="dora reads the whole weights of a layer outside its forward, but {1} divides them",
-                code="RF122",
-                title="DoRA needs whole weights.",
-                why="it divides by the length of each output's weights, in each forward",
-                source="[peft]",
-                example=Example("--lora-rank 8 --lora-variant dora --zero-3-memory-optimization"),
-                refusal="DoRA together with a switch that divides the weights.",
-            ),
-            excludes(
-                FlagValues("quantize_base", ("half",), WHOLE_BASE),
-                ("zero-1", "zero-2", "zero-3", "deepspeed-config"),
-                message="{1} chooses the type of the weights itself",
-                code="RF127",
-                title="A 16-bit base needs an engine that leaves weights unchanged.",
-                why="DeepSpeed converts the whole model",
-                source="[rapidformer_templates]",
-                example=Example(
-                    "--lora-rank 8 --quantize-base half --mixed-precision bf16 --zero-2-memory-optimization",
-                    {"packages": {"peft": "0.17"}},
-                ),
-                refusal="A 16-bit base together with an engine that converts weights, such as ZeRO.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

@@ -34,8 +34,7 @@ from rapidformer_templates.models.loading import (
     read_weights,
     rebuild_layers,
 )
-from rapidformer_templates.models.saving import save_model
-from rapidformer_templates.models.weight_files import tensors_read_one_by_one
+from rapidformer_templates.models.weight_files import save_model, tensors_read_one_by_one
 from rapidformer_templates.planning.hub import BESIDE_ADAPTERS, model_folder
 from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.system.files import JSON_ERRORS, new_folder, write_json

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.models.model_files import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     ModelFacts,
     Precedence,
     Prediction,
     Request,
-    Rule,
     RuleList,
     Switch,
     add,
@@ -77,97 +75,69 @@ def _has_experts(model: ModelFacts) -> bool:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF027",
-    "A token visits at most as many experts as there are.",
-    "the gate chooses distinct experts",
-    "[deepspeed]",
-    Example("--num-experts 2 --moe-top-k 4"),
-    refusal="A mixture in which a token visits more experts than there are.",
-)
-def _top_k_exists(request: Request) -> list[Finding]:
+@RULES.add("RF027", "[deepspeed]", "--num-experts 2 --moe-top-k 4")
+def _top_k_exists(request: Request) -> Iterator[Finding]:
+    """A token visits at most as many experts as there are.
+
+    Why: the gate chooses distinct experts.
+    """
     experts, top_k = request.config.get("num_experts"), request.config.get("moe_top_k")
-    if experts is None or top_k is None or top_k <= experts:
-        return []
-    return [
-        Finding(
-            f"a token cannot visit {top_k} of {experts} experts",
-            request.asked("moe_top_k", "num_experts"),
-            switches=("mixture-of-experts",),
-            changes=(replace({"moe_top_k": experts}),),
-        )
-    ]
+    if experts is not None and top_k is not None and top_k > experts:
+        message = f"a token cannot visit {top_k} of {experts} experts"
+        flags = request.asked("moe_top_k", "num_experts")
+        yield Finding(message, flags, ("mixture-of-experts",), (replace({"moe_top_k": experts}),))
 
 
-def _weights_have_experts(request: Request) -> list[Finding]:
-    """Check that the model has experts: a pretrained model has its own, a new one needs --num-experts."""
-    config, model = request.config, request.model
+@RULES.add("RF070", "[rapidformer_templates]", "--moe-loss-coeff 0.01 --model-type gpt2")
+def has_experts_to_use(request: Request) -> Iterator[Finding]:
+    """Experts need a model that is trained from scratch, or pretrained weights that have them.
+
+    Why: dense weights have no experts, and an untrained gate would only damage them.
+    """
+    config, model, has_some = request.config, request.model, _has_experts(request.model)
     pretrained, num_experts = config.model.pretrained_model_name_or_path, config.get("num_experts")
-    if num_experts is None:
+    if num_experts is None and not has_some:
         balanced = {name: OFF[name] for name in ("moe_loss_coeff", "moe_z_loss_coeff") if model.model_type is not None}
         flags = {name: off for name, off in (balanced | UNDIVIDED).items() if config.get(name) != off}
-        if _has_experts(model) or not flags:
-            return []
-        message = f"{' and '.join(map(spelling, flags))} needs a model with experts"
-        return [Finding(message, request.asked(*flags), changes=(add({"num_experts": 8}), drop(flags)))]
-    if not pretrained or model.model_type is None or (_has_experts(model) and num_experts == model.num_experts):
-        return []
-    has = f"{model.num_experts} experts, not {num_experts}" if _has_experts(model) else "dense feed-forwards"
-    return [
-        Finding(
-            f"the pretrained {model.model_type} has {has}",
-            request.asked("num_experts", "pretrained_model_name_or_path"),
-            switches=("mixture-of-experts",),
-            changes=(
-                drop({name: off for name, off in OFF.items() if config.get(name) != off and name != "moe_loss_coeff"}),
-            ),
-        )
-    ]
+        if flags:
+            message = f"{' and '.join(map(spelling, flags))} needs a model with experts"
+            yield Finding(message, request.asked(*flags), changes=(add({"num_experts": 8}), drop(flags)))
+    fits = has_some and num_experts == model.num_experts
+    if num_experts is not None and pretrained and model.model_type is not None and not fits:
+        has = f"{model.num_experts} experts, not {num_experts}" if has_some else "dense feed-forwards"
+        given = {n: off for n, off in OFF.items() if config.get(n) != off and n != "moe_loss_coeff"}
+        asked = request.asked("num_experts", "pretrained_model_name_or_path")
+        yield Finding(f"the pretrained {model.model_type} has {has}", asked, ("mixture-of-experts",), (drop(given),))
 
 
-@RULES.add(
-    "RF071",
-    "Experts that an architecture or a pretrained model already has are used unchanged.",
-    "which blocks have them and what they drop is part of the architecture, and their sizes are part of the weights",
-    "[transformers]",
-    Example("--model-type mixtral --num-experts 4 --moe-capacity-factor 1.25"),
-    refusal="Flags that would change the experts of an architecture or a pretrained model.",
-)
-def _own_experts_as_they_are(request: Request) -> list[Finding]:
+@RULES.add("RF071", "[transformers]", "--model-type mixtral --num-experts 4 --moe-capacity-factor 1.25")
+def _own_experts_as_they_are(request: Request) -> Iterator[Finding]:
+    """Experts that an architecture or a pretrained model already has are used unchanged.
+
+    Why: which blocks have them and what they drop is part of the architecture, and their sizes are part of the weights.
+    """
     config, kind = request.config, request.model.model_type
-    if not _has_experts(request.model):
-        return []
     fixed: tuple[str, ...] = SHAPING if kind in OWN_EXPERTS else ()
     if config.model.pretrained_model_name_or_path:
         fixed = (*SIZING, *SHAPING)
     flags = {name: OFF[name] for name in fixed if config.get(name) != OFF[name]}
-    if not flags:
-        return []
-    words = " and ".join(map(spelling, flags))
-    message = f"the experts of {kind} are used unchanged, and {words} cannot change them"
-    return [Finding(message, request.asked(*flags), changes=(drop(flags),))]
+    if flags and _has_experts(request.model):
+        words = " and ".join(map(spelling, flags))
+        message = f"the experts of {kind} are used unchanged, and {words} cannot change them"
+        yield Finding(message, request.asked(*flags), changes=(drop(flags),))
 
 
-@RULES.add(
-    "RF073",
-    "A capacity factor is above zero.",
-    "an expert without room does not take any token",
-    "[rapidformer_templates]",
-    Example("--num-experts 4 --moe-capacity-factor 0"),
-    refusal="A capacity factor of zero or less.",
-)
-def _room_for_a_token(request: Request) -> list[Finding]:
+@RULES.add("RF073", "[rapidformer_templates]", "--num-experts 4 --moe-capacity-factor 0")
+def _room_for_a_token(request: Request) -> Iterator[Finding]:
+    """A capacity factor is above zero.
+
+    Why: an expert without room does not take any token.
+    """
     factor = request.config.get("moe_capacity_factor")
-    if factor is None or factor > 0:
-        return []
-    message = f"with a capacity factor of {factor:g} the experts have no room"
-    return [
-        Finding(
-            message,
-            request.asked("moe_capacity_factor"),
-            changes=(replace({"moe_capacity_factor": 1.25}), drop({"moe_capacity_factor": None})),
-        )
-    ]
+    if factor is not None and factor <= 0:
+        changes = (replace({"moe_capacity_factor": 1.25}), drop({"moe_capacity_factor": None}))
+        message = f"with a capacity factor of {factor:g} the experts have no room"
+        yield Finding(message, request.asked("moe_capacity_factor"), changes=changes)
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -185,16 +155,6 @@ def _acted(measured: Measured) -> str | None:
         return None
     return "tokens that visit the experts of each layer, and their balance loss, were expected; there are none"
 
-
-HAS_EXPERTS = Rule(
-    "RF070",
-    "Experts need a model that is trained from scratch, or pretrained weights that have them.",
-    "dense weights have no experts, and an untrained gate would only damage them",
-    "[rapidformer_templates]",
-    _weights_have_experts,
-    Example("--moe-loss-coeff 0.01 --model-type gpt2"),
-    refusal="New experts in a pretrained model whose weights have no experts.",
-)
 
 SWITCHES = (
     Switch(
@@ -221,6 +181,6 @@ SWITCHES = (
         receipt=("expert_load", "expert_load_by_layer", "dropped_choices"),
         acted=_acted,
         changes_result=True,
-        rules=(*RULES, HAS_EXPERTS),
+        rules=tuple(RULES),
     ),
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import excludes
+from rapidformer_templates.planning.checks import Given, clash
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -45,19 +44,25 @@ def _notes(request: Request) -> Sequence[str]:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF215",
-    "Activations are offloaded only from a device with its own memory.",
-    "on a CPU there is nowhere to offload to, and no stream on which a copy runs during the computation",
-    "[torch]",
-    Example("--offload-activations"),
-    refusal="Activation offload on a CPU.",
-)
-def _has_no_memory_of_its_own(request: Request) -> list[Finding]:
-    if request.environment.device != "cpu":
-        return []
-    message = "this run is on a CPU: what blocks keep is in host memory already"
-    return [Finding(message, request.asked_for("offload-activations"), switches=("offload-activations",))]
+@RULES.add("RF215", "[torch]", "--offload-activations")
+def _has_no_memory_of_its_own(request: Request) -> Iterator[Finding]:
+    """Activations are offloaded only from a device with its own memory.
+
+    Why: on a CPU there is nowhere to offload to, and no stream on which a copy runs during the computation.
+    """
+    if request.environment.device == "cpu":
+        message = "this run is on a CPU: what blocks keep is in host memory already"
+        yield Finding(message, request.asked_for("offload-activations"), switches=("offload-activations",))
+
+
+@RULES.add("RF216", "[torch]", "--offload-activations --torch-compile cudagraphs", device="cuda")
+def _no_captured_memory(request: Request) -> list[Finding]:
+    """Activations are not offloaded from CUDA graphs.
+
+    Why: a captured graph owns its memory for the whole run, so nothing would be freed.
+    """
+    graphs, message = Given("torch_compile", ("cudagraphs",)), "CUDA graphs hold what they keep in their own memory"
+    return clash(request, "offload-activations", graphs, message=message)
 
 
 def _acted(measured: Measured) -> str | None:
@@ -87,20 +92,6 @@ SWITCHES = (
         receipt_hooks="rapidformer_templates.switches.offload_activations.transform:Offloading",
         receipt=("offloaded_bytes", "offloaded_bytes_at_a_time", "late_bytes"),
         acted=_acted,
-        rules=(
-            *RULES,
-            excludes(
-                "offload-activations",
-                "torch-compile",
-                when=lambda request: request.config.get("torch_compile") == "cudagraphs",
-                message="CUDA graphs hold what they keep in their own memory",
-                code="RF216",
-                title="Activations are not offloaded from CUDA graphs.",
-                why="a captured graph owns its memory for the whole run, so nothing would be freed",
-                source="[torch]",
-                example=Example("--offload-activations --torch-compile cudagraphs", machine={"device": "cuda"}),
-                refusal="Activation offload from CUDA graphs.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

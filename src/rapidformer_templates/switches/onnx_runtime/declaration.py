@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import FlagValues, excludes
+from rapidformer_templates.planning.checks import ENCODER_DECODER, Given, clash
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -19,7 +18,6 @@ from rapidformer_templates.planning.switch import (
     RuleList,
     Switch,
     always,
-    drop,
     replace,
 )
 
@@ -47,71 +45,114 @@ class OnnxRuntimeFlags:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF088",
-    "ONNX Runtime is not for tasks that generate texts.",
-    "generation calls the blocks with a cache of keys and values that grows, which a graph cannot hold",
-    "[torch]",
-    Example("--onnx-runtime-training --task seq2seq_lm"),
-    refusal="ONNX Runtime in a task that generates texts.",
-)
+@RULES.add("RF088", "[torch]", "--onnx-runtime-training --task seq2seq_lm")
 def _generates(request: Request) -> list[Finding]:
-    if request.config.training.task != "seq2seq_lm":
-        return []
-    message = "onnx-runtime cannot be combined with --task seq2seq_lm, which generates texts to evaluate them"
-    return [Finding(message, (*request.asked_for("onnx-runtime"), *request.asked("task")), switches=("onnx-runtime",))]
+    """ONNX Runtime is not for tasks that generate texts.
+
+    Why: generation calls the blocks with a cache of keys and values that grows, which a graph cannot hold.
+    """
+    message = "{0} cannot be combined with {1}, which generates texts to evaluate them"
+    return clash(request, "onnx-runtime", ENCODER_DECODER, message=message)
 
 
-@RULES.add(
-    "RF086",
-    "ONNX Runtime computes in 32 bits on a CPU.",
-    "its CPU provider has no matrix product in bf16, and computes fp16 in fp32 with casts before and after",
-    "[onnxruntime]",
-    Example("--onnx-runtime-training --mixed-precision bf16"),
-    refusal="ONNX Runtime in 16 bits on a CPU.",
-)
+@RULES.add("RF086", "[onnxruntime]", "--onnx-runtime-training --mixed-precision bf16")
 def _sixteen_bits_on_cpu(request: Request) -> list[Finding]:
-    computed = precision(request.config, request.environment)
-    if request.environment.device != "cpu" or computed == "fp32":
+    """ONNX Runtime computes in 32 bits on a CPU.
+
+    Why: its CPU provider has no matrix product in bf16, and computes fp16 in fp32 with casts before and after.
+    """
+    if request.environment.device != "cpu":
         return []
-    return [
-        Finding(
-            f"onnx-runtime does not compute in {computed} on a CPU",
-            request.asked_for("onnx-runtime", "mixed-precision"),
-            switches=("onnx-runtime", "mixed-precision"),
-        )
-    ]
+    message = f"onnx-runtime does not compute in {precision(request.config, request.environment)} on a CPU"
+    return clash(request, "onnx-runtime", "mixed-precision", message=message)
+
+
+@RULES.add("RF087", "[torch, onnxruntime]", "--onnx-runtime-training", packages={"onnxruntime": "1.31.1+cpu"})
+def _package_complete(request: Request) -> Iterator[Finding]:
+    """ONNX Runtime needs the packages that export its graphs and, on a GPU, its CUDA provider.
+
+    Why: torch's exporter builds on onnx and onnxscript; the package onnxruntime computes on CPUs only.
+    """
+    packages, device = request.environment.packages, request.environment.device
+    if "onnxruntime" not in packages:
+        return  # RF023 reports this
+    messages = []
+    if missing := [name for name in EXPORTER if name not in packages]:
+        messages.append(f"onnx-runtime needs {' and '.join(missing)} to export graphs: {INSTALL}")
+    if device not in ("cpu", "cuda"):
+        messages.append(f"onnx-runtime shares memory with torch on a CPU or on Nvidia's GPUs, not on {device}")
+    if device == "cuda" and packages["onnxruntime"].endswith("+cpu"):
+        install = "pip uninstall onnxruntime; pip install onnxruntime-gpu"
+        messages.append(f"onnxruntime {packages['onnxruntime']} does not compute on a GPU: {install}")
+    for message in messages:
+        yield Finding(message, request.asked_for("onnx-runtime"), switches=("onnx-runtime",))
+
+
+@RULES.add("RF017", "[onnxruntime, torch]", "--onnx-runtime-training --fsdp-memory-optimization --world-size 2")
+def _whole_parameters(request: Request) -> list[Finding]:
+    """ONNX Runtime needs whole parameters: no FSDP, no ZeRO-3.
+
+    Why: the exported graphs take whole parameters, which these gather and free outside the graph.
+    """
+    return clash(request, "onnx-runtime", Resource.PARAMETERS)
+
+
+@RULES.add("RF085", "[onnxruntime, torch]", "--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2")
+def _plain_blocks(request: Request) -> list[Finding]:
+    """ONNX Runtime captures plain blocks: none that are divided, no flash attention, no experts.
+
+    Why: a graph is made of the operators of a block as it was built.
+    """
+    return clash(request, "onnx-runtime", OTHERS_BLOCKS)
 
 
 @RULES.add(
-    "RF087",
-    "ONNX Runtime needs the packages that export its graphs and, on a GPU, its CUDA provider.",
-    "torch's exporter builds on onnx and onnxscript; the package onnxruntime computes on CPUs only",
-    "[torch, onnxruntime]",
-    Example("--onnx-runtime-training", machine={"packages": {"onnxruntime": "1.31.1+cpu"}}),
-    refusal="ONNX Runtime without the packages that export its graphs, or without CUDA on a GPU.",
+    "RF143",
+    "[torch]",
+    "--lora-rank 8 --quantize-base int8 --onnx-runtime-training",
+    concerns="lora",
+    packages={"peft": "0.17", "onnxruntime": "1.30"},
 )
-def _package_complete(request: Request) -> list[Finding]:
-    packages = request.environment.packages
-    if "onnxruntime" not in packages:
-        return []  # RF023 reports this
-    flags = request.asked_for("onnx-runtime")
-    missing = [name for name in EXPORTER if name not in packages]
-    findings = []
-    if missing:
-        message = f"onnx-runtime needs {' and '.join(missing)} to export graphs: {INSTALL}"
-        findings.append(Finding(message, flags, switches=("onnx-runtime",)))
-    device = request.environment.device
-    if device not in ("cpu", "cuda"):
-        message = f"onnx-runtime shares memory with torch on a CPU or on Nvidia's GPUs, not on {device}"
-        findings.append(Finding(message, flags, switches=("onnx-runtime",)))
-    if request.environment.device == "cuda" and packages["onnxruntime"].endswith("+cpu"):
-        message = (
-            f"onnxruntime {packages['onnxruntime']} does not compute on a GPU: "
-            "pip uninstall onnxruntime; pip install onnxruntime-gpu"
-        )
-        findings.append(Finding(message, flags, switches=("onnx-runtime",)))
-    return findings
+def _codes(request: Request) -> list[Finding]:
+    """A base in 8 or 4 bits cannot run in ONNX Runtime.
+
+    Why: codes and scales are in one tensor of bytes, and torch's exporter has no operator that reads bytes as numbers
+    (aten.view.dtype).
+    """
+    message = "{1} computes in graphs that torch exports, which cannot read codes"
+    return clash(request, Given("quantize_base", ("int8", "nf4", "int4")), "onnx-runtime", message=message)
+
+
+@RULES.add(
+    "RF144",
+    "[peft, torch]",
+    "--lora-rank 8 --lora-variant dora --onnx-runtime-training",
+    concerns="lora",
+    packages={"peft": "0.17", "onnxruntime": "1.30"},
+)
+def _measures_weights(request: Request) -> list[Finding]:
+    """DoRA cannot run in ONNX Runtime.
+
+    Why: a block must be one graph, but torch's compiler breaks it where peft measures the weights.
+    """
+    message = "dora's layers are not one graph, which {1} needs"
+    return clash(request, Given("lora_variant", ("dora",)), "onnx-runtime", message=message)
+
+
+@RULES.add(
+    "RF200",
+    "[M]",
+    "--checkpoint-activations --recompute-granularity selective --onnx-runtime-training",
+    concerns="checkpoint-activations",
+)
+def _blocks_in_one_piece(request: Request) -> list[Finding]:
+    """Selective recomputation needs blocks that run operation by operation, or that torch compiles.
+
+    Why: it keeps results inside a block, but a captured graph returns only its outputs.
+    """
+    selective = Given("recompute_granularity", ("selective",), instead=(replace({"recompute_granularity": "full"}),))
+    message = "ONNX Runtime runs a block as one piece, so nothing inside it can be kept"
+    return clash(request, selective, "onnx-runtime", message=message)
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -150,71 +191,6 @@ SWITCHES = (
         receipt=("onnx_runtime",),
         acted=_acted,
         notes=_notes,
-        rules=(
-            *RULES,
-            excludes(
-                "onnx-runtime",
-                Resource.PARAMETERS,
-                code="RF017",
-                title="ONNX Runtime needs whole parameters: no FSDP, no ZeRO-3.",
-                why="the exported graphs take whole parameters, which these gather and free outside the graph",
-                source="[onnxruntime, torch]",
-                example=Example("--onnx-runtime-training --fsdp-memory-optimization --world-size 2"),
-                refusal="ONNX Runtime together with FSDP or ZeRO-3.",
-            ),
-            excludes(
-                "onnx-runtime",
-                OTHERS_BLOCKS,
-                code="RF085",
-                title="ONNX Runtime captures plain blocks: none that are divided, no flash attention, no experts.",
-                why="a graph is made of the operators of a block as it was built",
-                source="[onnxruntime, torch]",
-                example=Example("--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2"),
-                refusal="ONNX Runtime for blocks that are divided, use flash attention or have experts.",
-            ),
-            excludes(
-                FlagValues("quantize_base", ("int8", "nf4", "int4"), instead=drop({"quantize_base": None})),
-                "onnx-runtime",
-                message="{1} computes in graphs that torch exports, which cannot read codes",
-                code="RF143",
-                title="A base in 8 or 4 bits cannot run in ONNX Runtime.",
-                why="codes and scales are in one tensor of bytes, and torch's exporter has no operator that reads "
-                "bytes as numbers (aten.view.dtype)",
-                source="[torch]",
-                example=Example(
-                    "--lora-rank 8 --quantize-base int8 --onnx-runtime-training",
-                    {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
-                ),
-                refusal="A base in 8 or 4 bits in ONNX Runtime.",
-                concerns="lora",
-            ),
-            excludes(
-                FlagValues("lora_variant", ("dora",), instead=drop({"lora_variant": "lora"})),
-                "onnx-runtime",
-                message="dora's layers are not one graph, which {1} needs",
-                code="RF144",
-                title="DoRA cannot run in ONNX Runtime.",
-                why="a block must be one graph, but torch's compiler breaks it where peft measures the weights",
-                source="[peft, torch]",
-                example=Example(
-                    "--lora-rank 8 --lora-variant dora --onnx-runtime-training",
-                    {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
-                ),
-                refusal="DoRA in ONNX Runtime.",
-                concerns="lora",
-            ),
-            excludes(
-                FlagValues("recompute_granularity", ("selective",), instead=replace({"recompute_granularity": "full"})),
-                "onnx-runtime",
-                message="ONNX Runtime runs a block as one piece, so nothing inside it can be kept",
-                code="RF200",
-                title="Selective recomputation needs blocks that run operation by operation, or that torch compiles.",
-                why="it keeps results inside a block, but a captured graph returns only its outputs",
-                source="[M]",
-                example=Example("--checkpoint-activations --recompute-granularity selective --onnx-runtime-training"),
-                refusal="Selective recomputation of blocks that ONNX Runtime captures.",
-                concerns="checkpoint-activations",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.environment import version_of
@@ -11,7 +11,6 @@ from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE
 from rapidformer_templates.planning.request import fallback_reason, on_host_by_deepspeed, optimizer_facts
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -52,42 +51,37 @@ def _refuse(request: Request, message: str, *switches: str) -> Finding:
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF022",
-    "Apex's own classes, and bitsandbytes before 0.50, need a GPU.",
-    "their kernels are written in CUDA and have no CPU implementation",
-    "[S, bitsandbytes, apex]",
-    Example("--optimizer adamw_bnb_8bit", machine={"packages": {"bitsandbytes": "0.45"}}),
-    refusal="An optimizer of apex, or of an old bitsandbytes, without a GPU.",
-)
-def _needs_gpu(request: Request) -> list[Finding]:
+@RULES.add("RF022", "[S, bitsandbytes, apex]", "--optimizer adamw_bnb_8bit", packages={"bitsandbytes": "0.45"})
+def _needs_gpu(request: Request) -> Iterator[Finding]:
+    """Apex's own classes, and bitsandbytes before 0.50, need a GPU.
+
+    Why: their kernels are written in CUDA and have no CPU implementation.
+    """
     facts, environment = optimizer_facts(request), request.environment
     package = facts.package
     if package is None:
-        return []
+        return
     if package.needs_cuda and environment.device != "cuda":
-        return [_refuse(request, f"{facts.name} needs a GPU, and this run is on a CPU")]
-    if environment.device == "cuda" and not request.of_family("offload"):
-        return []
+        yield _refuse(request, f"{facts.name} needs a GPU, and this run is on a CPU")
+    on_cpu = environment.device != "cuda" or request.of_family("offload")
     version = environment.packages.get(package.name)
-    if package.cpu_since is None or version is None or version_of(version) >= package.cpu_since:
-        return []
-    needed = f"{package.name} {'.'.join(map(str, package.cpu_since))}"
-    return [_refuse(request, f"{facts.name} on a CPU needs {needed} or newer, and {version} is installed")]
+    if on_cpu and not package.needs_cuda and package.cpu_since and version and version_of(version) < package.cpu_since:
+        needed = f"{package.name} {'.'.join(map(str, package.cpu_since))}"
+        yield _refuse(request, f"{facts.name} on a CPU needs {needed} or newer, and {version} is installed")
 
 
 @RULES.add(
-    "RF025",
-    "LAMB, Adafactor, Muon, states of 8 and 4 bits and apex's kernels cannot update parts of parameters.",
-    "the update needs norms, row means, blocks or products of the whole parameter, or takes plain tensors only",
-    "[torch, apex, bitsandbytes, torchao]",
-    Example("--optimizer adafactor --fsdp-memory-optimization --world-size 2"),
-    refusal="An optimizer that needs whole parameters, together with a switch that divides them.",
+    "RF025", "[torch, apex, bitsandbytes, torchao]", "--optimizer adafactor --fsdp-memory-optimization --world-size 2"
 )
-def _works_on_shards(request: Request) -> list[Finding]:
+def _works_on_shards(request: Request) -> Iterator[Finding]:
+    """LAMB, Adafactor, Muon, states of 8 and 4 bits and apex's kernels cannot update parts of parameters.
+
+    Why: the update needs norms, row means, blocks or products of the whole parameter, or takes plain tensors only.
+    """
     facts = optimizer_facts(request)
-    clash = [switch for switch in request.active if _sharding(request, switch) in facts.not_under]
-    return [_refuse(request, f"{facts.name} cannot update the shards of {switch}", switch) for switch in clash]
+    for switch in request.active:
+        if _sharding(request, switch) in facts.not_under:
+            yield _refuse(request, f"{facts.name} cannot update the shards of {switch}", switch)
 
 
 def _sharding(request: Request, switch: str) -> str:

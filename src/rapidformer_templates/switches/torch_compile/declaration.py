@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.errors import alike
+from rapidformer_templates.planning.checks import Given, clash
 from rapidformer_templates.planning.environment import compile_backends
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
+    Change,
     Finding,
     Measured,
     Precedence,
@@ -24,8 +25,6 @@ from rapidformer_templates.planning.switch import (
 )
 
 DEFAULT = "inductor"
-WHOLE = ("mixture-of-experts", "checkpoint-activations")
-FREEZING = ("lora", "frozen-parameters")
 # Backends that torch lists but that are separate packages: the module, and what to install.
 PACKAGES = {
     "tvm": ("tvm", "pip install apache-tvm"),
@@ -58,38 +57,35 @@ def _notes(request: Request) -> Sequence[str]:
     return (f"torch-compile: {request.config.get('torch_compile')}, block by block; {graphs}",)
 
 
+def _refuse(request: Request, message: str, instead: Change) -> Finding:
+    return Finding(message, request.asked("torch_compile"), ("torch-compile",), (instead,))
+
+
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF082",
-    "The backend of --torch-compile is one that torch lists.",
-    "torch looks backends up by name, and would fail in the first step",
-    "[torch]",
-    Example("--torch-compile nosuch"),
-    refusal="A --torch-compile backend that torch does not know.",
-)
-def _known_backend(request: Request) -> list[Finding]:
+@RULES.add("RF082", "[torch]", "--torch-compile nosuch")
+def _known_backend(request: Request) -> Iterator[Finding]:
+    """The backend of --torch-compile is one that torch lists.
+
+    Why: torch looks backends up by name, and would fail in the first step.
+    """
     name = request.config.get("torch_compile")
     backends = None if name == DEFAULT else compile_backends()  # for inductor, torch need not be imported
-    if backends is None or name in backends:
-        return []
-    near = alike(name, backends)
-    message = f"torch has no compiler backend '{name}'; it has: {', '.join(backends)}"
-    changes = (replace({"torch_compile": [*near, DEFAULT][0]}),)
-    return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
+    if backends is not None and name not in backends:
+        near = alike(name, backends)
+        message = f"torch has no compiler backend '{name}'; it has: {', '.join(backends)}"
+        yield _refuse(request, message, replace({"torch_compile": [*near, DEFAULT][0]}))
 
 
-@RULES.add(
-    "RF083",
-    "The backend of --torch-compile has the compiler, the package or the GPU that it needs.",
-    "a graph that cannot be compiled would end the run in its first step",
-    "[torch]",
-    Example("--torch-compile", machine={"cxx": None}),
-    refusal="A --torch-compile backend whose compiler, package or GPU is missing.",
-)
-def _can_compile(request: Request) -> list[Finding]:
+@RULES.add("RF083", "[torch]", "--torch-compile", cxx=None)
+def _can_compile(request: Request) -> Iterator[Finding]:
+    """The backend of --torch-compile has the compiler, the package or the GPU that it needs.
+
+    Why: a graph that cannot be compiled would end the run in its first step.
+    """
     backend, environment = request.config.get("torch_compile"), request.environment
+    missing = None
     if backend in PACKAGES and PACKAGES[backend][0] not in environment.packages:
         missing = "{}, which is not installed: {}".format(*PACKAGES[backend])
     elif backend == "cudagraphs" and environment.device != "cuda":
@@ -98,46 +94,37 @@ def _can_compile(request: Request) -> list[Finding]:
         missing = "a C++ compiler, and there is none: apt install g++, or name yours in CXX"
     elif backend == DEFAULT and environment.compute_capability and "triton" not in environment.packages:
         missing = "triton, which is not installed: pip install triton"
-    else:
-        return []
-    message = f"the backend {backend} needs {missing}"
-    changes = (replace({"torch_compile": "aot_eager"}, "whole graphs, but nothing in them is made faster"),)
-    return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
+    if missing:
+        eager = replace({"torch_compile": "aot_eager"}, "whole graphs, but nothing in them is made faster")
+        yield _refuse(request, f"the backend {backend} needs {missing}", eager)
 
 
 @RULES.add(
     "RF106",
-    "Selective recomputation of compiled blocks needs blocks that are one graph: no experts in them.",
-    "the gate of a mixture breaks the graph of its block, and torch keeps products of whole graphs only; "
-    "full recomputation works",
     "[torch]",
-    Example("--torch-compile aot_eager --num-experts 8 --checkpoint-activations --recompute-granularity selective"),
-    refusal="Selective recomputation of compiled blocks that have experts.",
+    "--torch-compile aot_eager --num-experts 8 --checkpoint-activations --recompute-granularity selective",
 )
 def _checkpointed_experts(request: Request) -> list[Finding]:
-    selective = request.config.get("recompute_granularity") == "selective"
-    if not selective or not request.active.keys() >= set(WHOLE):
-        return []
-    names = ("torch-compile", *WHOLE)
+    """Selective recomputation of compiled blocks needs blocks that are one graph: no experts in them.
+
+    Why: the gate of a mixture breaks the graph of its block, and torch keeps products of whole graphs only; full
+    recomputation works.
+    """
+    selective = Given("recompute_granularity", ("selective",), instead=(replace({"recompute_granularity": "full"}),))
     message = "products of compiled blocks with experts cannot be kept"
-    return [Finding(message, request.asked_for(*names), switches=names)]
+    return clash(request, "torch-compile", "mixture-of-experts", selective, message=message)
 
 
 @RULES.add(
-    "RF084",
-    "torch.compile under ZeRO-3 needs blocks whose parameters are all trained.",
-    "the backward of a block's graph meets frozen parameters that DeepSpeed has not gathered again",
-    "[deepspeed, torch]",
-    Example("--torch-compile aot_eager --zero-3-memory-optimization --lora-rank 8 --world-size 2"),
-    refusal="torch.compile under ZeRO-3 for a model with frozen parameters.",
+    "RF084", "[deepspeed, torch]", "--torch-compile aot_eager --zero-3-memory-optimization --lora-rank 8 --world-size 2"
 )
 def _frozen_in_shards(request: Request) -> list[Finding]:
-    frozen = [name for name in FREEZING if name in request.active]
-    if not frozen or not {"torch-compile", "zero-3"} <= request.active.keys():
-        return []
-    names = ("torch-compile", "zero-3", *frozen)
+    """torch.compile under ZeRO-3 needs blocks whose parameters are all trained.
+
+    Why: the backward of a block's graph meets frozen parameters that DeepSpeed has not gathered again.
+    """
     message = "blocks with frozen parameters cannot be compiled under ZeRO-3"
-    return [Finding(message, request.asked_for(*names), switches=names)]
+    return clash(request, "torch-compile", "zero-3", ("lora", "frozen-parameters"), message=message)
 
 
 def _acted(measured: Measured) -> str | None:

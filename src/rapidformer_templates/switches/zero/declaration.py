@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,14 +19,12 @@ from rapidformer_templates.planning.deepspeed_file.settings import LEAST, MOST, 
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
-    Example,
     Finding,
     Measured,
     Precedence,
     Prediction,
     Request,
     Resource,
-    Rule,
     RuleList,
     Switch,
 )
@@ -74,17 +72,6 @@ class Zero3Flags:
     )
 
 
-ONLY_IN_TRAINER = Rule(
-    "RF002",
-    "ZeRO needs the Trainer template.",
-    "ZeRO partitions through DeepSpeed, which owns the optimizer step",
-    "[R]",
-    needs_template("zero-1", "zero-2", "zero-3"),
-    Example("--template Finetuner --zero-3-memory-optimization --world-size 2"),
-    refusal="ZeRO in a Finetuner or a Pretrainer.",
-)
-
-
 KINDS = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu")
 """Device types, in torch's names, for which DeepSpeed has an accelerator class."""
 
@@ -92,21 +79,26 @@ KINDS = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu")
 RULES = RuleList()
 
 
-@RULES.add(
-    "RF245",
-    "ZeRO needs a device that DeepSpeed knows.",
-    "DeepSpeed would compute on the CPU while the model is elsewhere; it has classes for " + ", ".join(KINDS),
-    "[D]",
-    Example("--zero-1-memory-optimization --world-size 2", machine={"device": "maia"}),
-    refusal="ZeRO on a device that DeepSpeed has no class for.",
-)
-def _knows_device(request: Request) -> list[Finding]:
+@RULES.add("RF002", "[R]", "--template Finetuner --zero-3-memory-optimization --world-size 2")
+def only_in_trainer(request: Request) -> Iterator[Finding]:
+    """ZeRO needs the Trainer template.
+
+    Why: ZeRO partitions through DeepSpeed, which owns the optimizer step.
+    """
+    return needs_template(request, "zero-1", "zero-2", "zero-3")
+
+
+@RULES.add("RF245", "[D]", "--zero-1-memory-optimization --world-size 2", device="maia")
+def _knows_device(request: Request) -> Iterator[Finding]:
+    """ZeRO needs a device that DeepSpeed knows.
+
+    Why: DeepSpeed has no class for other devices, and would compute on the CPU while the model is elsewhere.
+    """
     device = request.environment.device
     # The engine of 3D layouts has its own ZeRO.
     names = tuple(name for name, switch in request.active.items() if name.startswith("zero-") and switch.engine)
-    if device in KINDS or not names:
-        return []
-    return [Finding(f"DeepSpeed does not compute on {device}", request.asked_for(*names), switches=names)]
+    if device not in KINDS and names:
+        yield Finding(f"DeepSpeed does not compute on {device}", request.asked_for(*names), switches=names)
 
 
 def _deepspeed_config(request: Request) -> dict[str, Any]:
@@ -140,7 +132,7 @@ def _without_deepspeed(switch: Switch, shards: Literal["optimizer", "gradients"]
         engine=None,
         engine_options=lambda request, options: replace(options, shard_over_data=shards),
         notes=_notes_without_deepspeed,
-        rules=(ONLY_IN_TRAINER,),
+        rules=(only_in_trainer,),
     )
 
 
@@ -192,7 +184,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         family=PARTITIONING,
         claims=claims,
         templates=("Trainer",),
-        rules=(ONLY_IN_TRAINER, *RULES),
+        rules=tuple(RULES),
         notes=_notes,
         prepare="rapidformer_templates.switches.zero.compiled_parts:prepare",
         engine=ENGINE,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from rapidformer_templates.planning.checks import PARTITIONING, needs_template, partitions_without_zero, refuse_pair
+from rapidformer_templates.planning.checks import clash, needs, needs_template, partitions_without_zero
 from rapidformer_templates.planning.deepspeed_file.file import (
     file_of,
     idle_keys,
@@ -24,7 +24,6 @@ from rapidformer_templates.planning.deepspeed_file.settings import (
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     FORECAST,
-    Example,
     Finding,
     Measured,
     Precedence,
@@ -55,114 +54,90 @@ RULES = RuleList()
 
 @RULES.add(
     "RF021",
-    "ZeRO-2 and ZeRO-3 do not work with a pipeline inside DeepSpeed.",
-    "DeepSpeed's pipeline accumulates whole gradients, which ZeRO-2 and ZeRO-3 partition",
     "[deepspeed]",
-    Example("--deepspeed-config ds.json --zero-2-memory-optimization  --pipeline-model-parallel-size 2 --world-size 2"),
-    refusal="ZeRO-2 or ZeRO-3 with a pipeline and a DeepSpeed file.",
+    "--deepspeed-config ds.json --zero-2-memory-optimization  --pipeline-model-parallel-size 2 --world-size 2",
 )
 def _pipeline_inside_deepspeed(request: Request) -> list[Finding]:
-    zero = [switch.name for switch in request.of_family(PARTITIONING) if switch.name in ("zero-2", "zero-3")]
-    if not zero or "pipeline-parallel" not in request.active:
-        return []
-    clash = ("deepspeed-config", "pipeline-parallel", *zero)
-    message = f"{zero[0]} does not work with a pipeline that DeepSpeed runs"
-    return [Finding(message, request.asked_for(*clash), switches=clash)]
+    """ZeRO-2 and ZeRO-3 do not work with a pipeline inside DeepSpeed.
+
+    Why: DeepSpeed's pipeline accumulates whole gradients, which ZeRO-2 and ZeRO-3 partition.
+    """
+    partitioned, message = ("zero-2", "zero-3"), "{2} does not work with a pipeline that DeepSpeed runs"
+    return clash(request, "deepspeed-config", "pipeline-parallel", partitioned, message=message)
 
 
-_NEEDS_TRAINER = needs_template("deepspeed-config")
-_OTHER_ENGINES = refuse_pair("deepspeed-config", partitions_without_zero)
+@RULES.add("RF028", "[D]", "--deepspeed-config ds.json --fsdp-memory-optimization --world-size 2")
+def _needs_deepspeed_engine(request: Request) -> Iterator[Finding]:
+    """A DeepSpeed file needs the Trainer template, and ZeRO is the only partitioning that it can be combined with.
+
+    Why: DeepSpeed owns the optimizer step, and two engines cannot own it.
+    """
+    yield from needs_template(request, "deepspeed-config")
+    yield from clash(request, "deepspeed-config", partitions_without_zero)
 
 
-@RULES.add(
-    "RF028",
-    "A DeepSpeed file needs the Trainer template, and ZeRO is the only partitioning that it can be combined with.",
-    "DeepSpeed owns the optimizer step, and two engines cannot own it",
-    "[D]",
-    Example("--deepspeed-config ds.json --fsdp-memory-optimization --world-size 2"),
-    refusal="A DeepSpeed file in another template than Trainer, or next to a partitioning other than ZeRO.",
-)
-def _needs_deepspeed_engine(request: Request) -> list[Finding]:
-    return [*_NEEDS_TRAINER(request), *_OTHER_ENGINES(request)]
-
-
-@RULES.add(
-    "RF037",
-    "A DeepSpeed file names a ZeRO stage, or a flag does.",
-    "without a stage DeepSpeed partitions nothing",
-    "[D]",
-    Example("--deepspeed-config ds.json"),
-    refusal="A DeepSpeed file without a ZeRO stage, if no flag sets one either.",
-)
+@RULES.add("RF037", "[D]", "--deepspeed-config ds.json")
 def _needs_a_zero_stage(request: Request) -> list[Finding]:
-    if any(name.startswith("zero-") for name in request.active):
-        return []
-    message = "deepspeed-config needs a ZeRO stage, in the file or as a flag"
-    flags, levels = request.asked_for("deepspeed-config"), (2, 1, 3)
-    changes = tuple(add({f"zero_{level}_memory_optimization": True}) for level in levels)
-    return [Finding(message, flags, switches=("deepspeed-config",), changes=changes)]
+    """A DeepSpeed file names a ZeRO stage, or a flag does.
+
+    Why: without a stage DeepSpeed partitions nothing.
+    """
+    stages = tuple(add({f"zero_{level}_memory_optimization": True}) for level in (2, 1, 3))
+    message = "{} needs a ZeRO stage, in the file or as a flag"
+    return needs(request, "deepspeed-config", lambda switch: switch.name.startswith("zero-"), *stages, message=message)
 
 
 @RULES.add(
     "RF036",
-    "A DeepSpeed file and the flags agree.",
-    "one of two values would be silently ignored",
     "[D]",
-    Example(
-        '--deepspeed-config \'{"zero_optimization": {"stage": 3}}\' --zero-2-memory-optimization --world-size 2',
-        machine={"packages": {"deepspeed": "0.19"}},
-    ),
-    refusal="A value in a DeepSpeed file that contradicts a flag.",
+    '--deepspeed-config \'{"zero_optimization": {"stage": 3}}\' --zero-2-memory-optimization --world-size 2',
+    packages={"deepspeed": "0.19"},
 )
-def _agrees(request: Request) -> list[Finding]:
-    return [
-        Finding(message, request.asked_for("deepspeed-config"), switches=("deepspeed-config",))
-        for message in contradictions(request)
-    ]
+def _agrees(request: Request) -> Iterator[Finding]:
+    """A DeepSpeed file and the flags agree.
+
+    Why: one of two values would be silently ignored.
+    """
+    for message in contradictions(request):
+        yield Finding(message, request.asked_for("deepspeed-config"), switches=("deepspeed-config",))
 
 
 @RULES.add(
     "RF102",
-    "DeepSpeed or this library acts on every key of a DeepSpeed file, and accepts its value.",
-    "a key that nothing reads would be silently ignored, and a wrong value fails in a worker",
     "[D, deepspeed]",
-    Example(
-        '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "gradient_cliping": 1.0}\' '
-        "--zero-2-memory-optimization --world-size 2",
-        machine={"packages": {"deepspeed": "0.19"}},
-    ),
-    refusal="A key of a DeepSpeed file that would have no effect, or a value that DeepSpeed does not accept.",
+    '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "gradient_cliping": 1.0}\' '
+    "--zero-2-memory-optimization --world-size 2",
+    packages={"deepspeed": "0.19"},
 )
-def _act(request: Request) -> list[Finding]:
+def _act(request: Request) -> Iterator[Finding]:
+    """DeepSpeed or this library acts on every key of a DeepSpeed file, and accepts its value.
+
+    Why: a key that nothing reads would be silently ignored, and a wrong value fails in a worker.
+    """
     file, flags = file_of(request), request.asked_for("deepspeed-config")
-    problems = (*unknown_keys(file), *idle_keys(file), *deepspeed_problems(file.content))
-    return [
-        Finding(message, (*flags, f"{path} ({file.where(path)})"), switches=("deepspeed-config",))
-        for path, message in problems
-    ]
+    for path, message in (*unknown_keys(file), *idle_keys(file), *deepspeed_problems(file.content)):
+        yield Finding(message, (*flags, f"{path} ({file.where(path)})"), switches=("deepspeed-config",))
 
 
 @RULES.add(
     "RF104",
-    "Under 3D parallelism a DeepSpeed file contains only what flags can set.",
-    "the library's own sharding replaces DeepSpeed there",
     "[M]",
-    Example(
-        '--deepspeed-config \'{"zero_optimization": {"stage": 1}, "wall_clock_breakdown": true}\' '
-        "--zero-1-memory-optimization --pipeline-model-parallel-size 2 --world-size 2",
-    ),
-    refusal="Keys that only DeepSpeed knows, in a file for a run with 3D parallelism.",
+    '--deepspeed-config \'{"zero_optimization": {"stage": 1}, "wall_clock_breakdown": true}\' '
+    "--zero-1-memory-optimization --pipeline-model-parallel-size 2 --world-size 2",
 )
-def _deepspeed_is_there(request: Request) -> list[Finding]:
+def _deepspeed_is_there(request: Request) -> Iterator[Finding]:
+    """Under 3D parallelism a DeepSpeed file contains only what flags can set.
+
+    Why: the library's own sharding replaces DeepSpeed there.
+    """
     taken_over = any(name in request.active and not request.active[name].engine for name in ("zero-1", "zero-2"))
     unsupported = keys_without_flag(request)
-    if not unsupported or (request.sizes.divides == 1 and not taken_over):
-        return []
-    dividing = ("tensor-parallel", "pipeline-parallel", "expert-parallel")
-    clash = ("deepspeed-config", *(name for name in dividing if name in request.active))
-    where = "under 3D parallelism" if request.sizes.divides > 1 else "with divided experts"
-    message = f"DeepSpeed does not run {where}, and only it knows {', '.join(unsupported)}"
-    return [Finding(message, request.asked_for(*clash), switches=clash)]
+    if unsupported and (request.sizes.divides > 1 or taken_over):
+        dividing = ("tensor-parallel", "pipeline-parallel", "expert-parallel")
+        names = ("deepspeed-config", *(name for name in dividing if name in request.active))
+        where = "under 3D parallelism" if request.sizes.divides > 1 else "with divided experts"
+        message = f"DeepSpeed does not run {where}, and only it knows {', '.join(unsupported)}"
+        yield Finding(message, request.asked_for(*names), switches=names)
 
 
 def _notes(request: Request) -> Sequence[str]:
