@@ -36,6 +36,11 @@ REPORTED_PACKAGES = (
 
 def show_plan(plan: Plan) -> None:
     """Print the plan in a few lines."""
+    print_lines("\n".join([*plan_lines(plan), *(f"note       {note}" for note in plan.notes)]))
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Return the plan in a few lines."""
     sizes = plan.sizes
     batch = f"{sizes.global_batch} samples per step = {sizes.micro_batch} micro × {sizes.data} data-parallel"
     if any(REGISTRY[name].order for name in plan.switches):  # its batches are counted in tokens
@@ -48,8 +53,7 @@ def show_plan(plan: Plan) -> None:
     ]
     if plan.switches:
         lines.append(f"switches   {' → '.join(plan.switches)}")
-    lines += [f"note       {note}" for note in plan.notes]
-    print_lines("\n".join(lines))
+    return lines
 
 
 def summarise(loop: Loop, metrics: dict[str, float], receipts: Measurements) -> Summary:

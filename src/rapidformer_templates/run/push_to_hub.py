@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rapidformer_templates.errors import ConfigError, counted
 from rapidformer_templates.models.model_files import CONVERTED
@@ -23,9 +23,6 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.folder import Summary
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
 
 FLAG = "--push-to-hub"
 
@@ -111,42 +108,57 @@ def write_card(config: RunConfig, plan: Plan, summary: Summary, export: Path) ->
         summary: content of ``summary.json``.
         export: the exported folder.
     """
-    from huggingface_hub import ModelCard, ModelCardData
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     from rapidformer_templates.models.adapters import SETTINGS
+    from rapidformer_templates.run.console import plan_lines
 
     name = str(config.training.push_to_hub)
-    base = config.model.pretrained_model_name_or_path
-    task = config.training.task
+    base, task, sets = config.model.pretrained_model_name_or_path, config.training.task, _data_sets(config)
+    pipeline = TASKS[task].hub_pipeline if task else None
     adapters = json.loads((export / SETTINGS).read_text(encoding="utf-8")) if (export / SETTINGS).is_file() else None
+    results = [
+        EvalResult(
+            task_type=pipeline or task or "",
+            dataset_type=_public(sets[0]),
+            dataset_name=_public(sets[0]),
+            dataset_config=config.data.data_config,
+            dataset_split="test" if metric.startswith(f"{TEST}/") else None,
+            metric_type=metric.rpartition("/")[2],
+            metric_name=metric,
+            metric_value=value,
+        )
+        for metric, value in summary["metrics"].items()  # of the run's own data set
+        if sets and math.isfinite(value) and ("/" not in metric or metric.startswith((f"{TEST}/", "rewards/")))
+    ]
     data = ModelCardData(
         model_name=name.rpartition("/")[2],
         library_name="peft" if adapters else "transformers",
-        pipeline_tag=_pipeline_of(task),
+        pipeline_tag=pipeline,
         base_model=base if base and is_hub_name(base) else None,
-        datasets=[set_name for set_name in _data_sets(config) if is_hub_name(set_name)] or None,
+        datasets=[set_name for set_name in sets if is_hub_name(set_name)] or None,
         tags=["rapidformer_templates"],
-        eval_results=_results(config, summary["metrics"]) or None,
+        eval_results=results or None,
         ignore_metadata_errors=True,
     )
-    origin = f"started from `{_public(base)}`" if base else "was trained from scratch"
-    sections = [
-        f"# {name}",
-        f"This model {origin}. rapidformer_templates {summary['versions']['rapidformer_templates']} trained it for "
-        f"{counted(summary['steps'], 'step')} ({counted(summary['epochs'], 'epoch')}) with the "
-        f"task `{task or 'of a script'}`.",
-        f"## How to load it\n\n```python\n{_code(name, export, adapters, config.model.revision)}\n```",
-        "## Metrics\n\n" + _table(("metric", "value"), {k: f"{v:.4f}" for k, v in summary["metrics"].items()}),
-        "## Training data\n\n" + ("\n".join(f"- `{_public(s)}`" for s in _data_sets(config)) or "Data of a script."),
-        "## Plan\n\n" + _table(("", ""), _plan(plan)) + "\n\n" + _table(("flag", "value"), _values(plan)),
-    ]
-    body = "\n\n".join(sections)
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n").save(export / "README.md")
-
-
-def _pipeline_of(task: str | None) -> str | None:
-    """Return the hub's name of a task."""
-    return TASKS[task].hub_pipeline if task else None
+    # Local paths are not published.
+    flags = {name: str(entry["value"]) for name, entry in plan.values.items() if name != "template"}
+    flags = {n: v for n, v in flags.items() if is_hub_name(v) or ("/" not in v and not Path(v).exists())}
+    card = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
+    text = card.format(
+        header=data.to_yaml(),
+        name=name,
+        origin=f"started from `{_public(base)}`" if base else "was trained from scratch",
+        version=summary["versions"]["rapidformer_templates"],
+        length=f"{counted(summary['steps'], 'step')} ({counted(summary['epochs'], 'epoch')})",
+        task=task or "of a script",
+        code=_code(name, export, adapters, config.model.revision),
+        metrics="\n".join(f"| {metric} | {value:.4f} |" for metric, value in summary["metrics"].items()),
+        data="\n".join(f"- `{_public(one)}`" for one in sets) or "Data of a script.",
+        plan="\n".join(plan_lines(plan)),
+        flags="\n".join(f"| `{flag}` | {value.replace('|', '/')} |" for flag, value in flags.items()),
+    )
+    ModelCard(text).save(export / "README.md")
 
 
 def _data_sets(config: RunConfig) -> list[str]:
@@ -156,32 +168,9 @@ def _data_sets(config: RunConfig) -> list[str]:
         # A blend has weights between its paths.
         return [path for path in data.data_path if not path.replace(".", "", 1).isdigit()]
     names = [name for _, name in mixture_of(data.data_name)] or [data.data_name or ""]
-    on_hub = data.data_dir is None or is_hub_name(data.data_dir)
-    if not on_hub:
-        return [str(Path(str(data.data_dir), name)) for name in names]
+    if data.data_dir is not None and not is_hub_name(data.data_dir):
+        return [str(Path(data.data_dir, name)) for name in names]
     return [data.data_dir] if data.data_dir else [name for name in names if name]
-
-
-def _results(config: RunConfig, metrics: Mapping[str, float]) -> list[EvalResult]:
-    """Return the finite metrics of the run's own data set in the form of the hub's index."""
-    from huggingface_hub import EvalResult
-
-    task = config.training.task
-    sets = _data_sets(config)
-    return [
-        EvalResult(
-            task_type=_pipeline_of(task) or task or "",
-            dataset_type=_public(sets[0]),
-            dataset_name=_public(sets[0]),
-            dataset_config=config.data.data_config,
-            dataset_split="test" if metric.startswith(f"{TEST}/") else None,
-            metric_type=metric.rpartition("/")[2],
-            metric_name=metric,
-            metric_value=value,
-        )
-        for metric, value in metrics.items()
-        if sets and math.isfinite(value) and ("/" not in metric or metric.startswith((f"{TEST}/", "rewards/")))
-    ]
 
 
 def _public(name: str | None) -> str:
@@ -198,67 +187,32 @@ def _code(name: str, export: Path, adapters: Mapping[str, Any] | None, revision:
     """
     file = config_file(export)
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    kind = (config.get("architectures") or ["AutoModel"])[0]
-    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
-    has_tokenizer = (export / "tokenizer_config.json").is_file()
     if str(config.get("model_type", "")).startswith(CONVERTED):
-        load = [
-            "from huggingface_hub import snapshot_download",
-            "from rapidformer_templates import load_mixture",
-            "",
-            f'model = load_mixture(snapshot_download("{name}"))',
-        ]
-        return "\n".join(load)
-    if not config and (export / "model.safetensors.index.json").is_file():
-        head = ["from pathlib import Path", "", "from huggingface_hub import snapshot_download"]
-        load = ["from safetensors.torch import load_file", "", "weights = {}"]
-        loop = f'for file in Path(snapshot_download("{name}")).glob("*.safetensors"):\n    weights |= load_file(file)'
-        return "\n".join([*head, *load, loop])
+        return f"""from huggingface_hub import snapshot_download
+from rapidformer_templates import load_mixture
+
+model = load_mixture(snapshot_download("{name}"))"""
     if not config:
-        load = ["from huggingface_hub import hf_hub_download", "from safetensors.torch import load_file", ""]
-        return "\n".join([*load, f'weights = load_file(hf_hub_download("{name}", "model.safetensors"))'])
-    imports = ", ".join(sorted({kind, *(["AutoTokenizer"] if has_tokenizer else [])}))
-    load = [f'model = {kind}.from_pretrained("{name}")']
-    head = [f"from transformers import {imports}", ""]
+        return f"""from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+
+weights = {{}}
+for file in Path(snapshot_download("{name}")).glob("*.safetensors"):
+    weights |= load_file(file)"""
+    kind = (config.get("architectures") or ["AutoModel"])[0]
+    classes, head, tokenizer = {kind}, "", ""
+    load = f'model = {kind}.from_pretrained("{name}")'
+    if (export / "tokenizer_config.json").is_file():
+        classes |= {"AutoTokenizer"}
+        tokenizer = f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")'
     if adapters:
-        imports = ", ".join(sorted({"AutoConfig", kind, *(["AutoTokenizer"] if has_tokenizer else [])}))
-        download = "from huggingface_hub import hf_hub_download"
-        head = [download, "from peft import PeftModel", f"from transformers import {imports}", ""]
+        classes |= {"AutoConfig"}
         base = _public(adapters.get("base_model_name_or_path")) or "BASE"
         of_base = f', revision="{revision}"' if revision else ""
-        load = [
-            f'config = AutoConfig.from_pretrained(hf_hub_download("{name}", "{file.name}"))',
-            f'base = {kind}.from_pretrained("{base}"{of_base}, config=config)',
-            f'model = PeftModel.from_pretrained(base, "{name}")',
-        ]
-    return "\n".join([*head, *load, *([tokenizer] if has_tokenizer else [])])
-
-
-def _plan(plan: Plan) -> dict[str, str]:
-    sizes = plan.sizes
-    layout = f"tensor {sizes.tensor} × pipeline {sizes.pipeline} × data {sizes.data}"
-    micro = f"micro batches of {sizes.micro_batch} on {sizes.data} workers, {sizes.accumulation} accumulated"
-    return {
-        "workers": f"{sizes.world} × {plan.device} = {layout}",
-        "precision": plan.precision,
-        "batch": f"{sizes.global_batch} samples: {micro}",
-        "optimizer": f"{plan.optimizer}: {plan.optimizer_implementation}",
-        "switches": ", ".join(plan.switches) or "none",
-    }
-
-
-def _values(plan: Plan) -> dict[str, str]:
-    """Return the flags that are not defaults. Local paths are not published."""
-    shown = {name: str(entry["value"]) for name, entry in plan.values.items() if name != "template"}
-    return {
-        f"`{name}`": value
-        for name, value in shown.items()
-        if is_hub_name(value) or ("/" not in value and not Path(value).exists())
-    }
-
-
-def _table(head: tuple[str, str], rows: Mapping[str, str]) -> str:
-    lines = (
-        f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in [head, ("---", "---"), *rows.items()]
-    )
-    return "\n".join(lines)
+        head = "from huggingface_hub import hf_hub_download\nfrom peft import PeftModel\n"
+        load = f"""config = AutoConfig.from_pretrained(hf_hub_download("{name}", "{file.name}"))
+base = {kind}.from_pretrained("{base}"{of_base}, config=config)
+model = PeftModel.from_pretrained(base, "{name}")"""
+    return f"{head}from transformers import {', '.join(sorted(classes))}\n\n{load}{tokenizer}"
