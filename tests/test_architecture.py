@@ -278,7 +278,7 @@ ATTRIBUTES_OF_OTHERS = {
 SETATTR = {
     "compat/arguments.py": "a namespace of arguments",
     "data/tasks/base.py": "its own fields",
-    "engines/recomputation.py": "buffers of a norm, which are put back",
+    "engines/forwards.py": "buffers of a norm, which are put back",
     "models/blocks.py": "the shape of a quantized parameter: codes are copied and moved without their module",
     "models/loading.py": "a configuration",
     "switches/auto_strategy/model_of_flags.py": "a configuration",

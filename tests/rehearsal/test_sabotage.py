@@ -77,7 +77,7 @@ LINES = {
         main=0.002,
     ),
     "gradients on the host are waited for": Line(
-        "engines.host_optimizer",
+        "engines.optimizer_state",
         "torch.accelerator.synchronize()  # the copies to the host are asynchronous",
         run="offloaded state",
         main=0.002,

@@ -20,17 +20,31 @@ from torch.nn.utils import get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
-from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines.assembly import Assembly
-from rapidformer_templates.engines.backwards_in_loss import UNLIMITED, checked_backwards, until_first_backward
+from rapidformer_templates.engines.backwards import (
+    UNLIMITED,
+    WHOLE_WEIGHTS,
+    checked_backwards,
+    reached_parameters,
+    until_first_backward,
+    with_unused_parameters,
+)
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import ComputeLoss
-from rapidformer_templates.engines.embedding_noise import rows_of
+from rapidformer_templates.engines.current_batch import mask_answers, rows_of, watch_positions
+from rapidformer_templates.engines.forwards import preserve_state, restored_buffers
 from rapidformer_templates.engines.gather_on_use import divided_construction
-from rapidformer_templates.engines.host_optimizer import HostOptimizer, is_in_host_memory
 from rapidformer_templates.engines.loss import AuxiliaryLosses, Recorder, loss_and_count
-from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
-from rapidformer_templates.engines.optimizer_state import load_optimizer, optimizer_shards, state_tensors
+from rapidformer_templates.engines.optimizer_state import (
+    HostOptimizer,
+    WeightAverage,
+    exchange_with_average,
+    is_in_host_memory,
+    load_optimizer,
+    optimizer_shards,
+    record_initial_values,
+    state_tensors,
+)
 from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule, trained_parameters
 from rapidformer_templates.engines.shards import (
     Copies,
@@ -46,9 +60,7 @@ from rapidformer_templates.engines.shards import (
     named_tensors,
     shard_of,
 )
-from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
 from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
-from rapidformer_templates.engines.unused_parameters import WHOLE_WEIGHTS, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system import accelerator
@@ -131,7 +143,7 @@ class SingleEngine:
         self._callable = self._distribute()
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        group_values.record_initial_values(self.optimizer)
+        record_initial_values(self.optimizer)
         if self._supports_async_step():
             self._monitor = StepMonitor(self.workers.device)
             watch_positions(self.model)
@@ -417,12 +429,12 @@ class SingleEngine:
         with preserve_state(self.model), self.precision(), until_first_backward(self._parameters_in_graph):
             yield self.model
 
-    _weight_average: weight_average.WeightAverage | None = None
+    _weight_average: WeightAverage | None = None
 
     @final
     def keep_average(self, decay: float) -> None:
         """Keep an exponential moving average of the weights from the next step on. Call this after :meth:`setup`."""
-        self._weight_average = weight_average.WeightAverage(self.optimizer, decay)
+        self._weight_average = WeightAverage(self.optimizer, decay)
 
     @final
     @contextmanager
@@ -439,7 +451,7 @@ class SingleEngine:
     def _exchange_averages(self) -> None:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                weight_average.exchange(parameter, self.optimizer.state.get(parameter, {}))
+                exchange_with_average(parameter, self.optimizer.state.get(parameter, {}))
         self._weights_were_set()
 
     def _weights_were_set(self) -> None:

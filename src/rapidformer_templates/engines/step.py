@@ -18,9 +18,9 @@ from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
+from rapidformer_templates.engines.backwards import reached_parameters
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.loss import HookCount, Recorder, differs, weighted_loss, wrong_count_error
-from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.system.accelerator import HostCopy
 from rapidformer_templates.system.phase_clock import BACKWARD, EXCHANGE, FORWARD, UPDATE

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.stand_in_host import ROOM, StandInHost
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.forwards import Checkpointed
 from rapidformer_templates.engines.parallel.buckets import bucket_size_for
 from rapidformer_templates.engines.parallel.compute_dtype import GradientTypes, parameters_with_masters
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
-from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks, width_of
 from rapidformer_templates.planning.config import RunConfig

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.stand_in_host import ROOM, StandInHost
-from rapidformer_templates.engines.recomputation import Checkpointed
-from rapidformer_templates.engines.side_effects import preserve_state
+from rapidformer_templates.engines.forwards import Checkpointed, preserve_state
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates.engines.host_optimizer import HostOptimizer
-from rapidformer_templates.engines.optimizer_state import plain_tensors, state_tensors
+from rapidformer_templates.engines.optimizer_state import HostOptimizer, plain_tensors, state_tensors
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.models.blocks import tables_of
 from rapidformer_templates.planning.optimizers import OPTIMIZERS

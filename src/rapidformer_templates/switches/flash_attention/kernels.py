@@ -23,8 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.receipt import Receipt
+from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
 

@@ -19,13 +19,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.engines.backwards_in_loss import Derivatives
+from rapidformer_templates.engines.backwards import Derivatives, ForwardSequenceCheck
 from rapidformer_templates.engines.construction import take_part
-from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.contract import Engine, Receipt, bytes_by_kind, sum_of_bits
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.receipt import Receipt, bytes_by_kind, sum_of_bits
 from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, local_part
-from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks, is_quantized, note_shape, shape_of
 from rapidformer_templates.planning.plan import Plan, expert_shard_dim, shards_of_experts

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
-from rapidformer_templates.engines.recomputation import matmuls_are_saved
+from rapidformer_templates.engines.forwards import matmuls_are_saved
 from rapidformer_templates.system import workers
 
 Transform = Callable[[torch.Tensor], torch.Tensor]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import ComputeLoss
+from rapidformer_templates.engines.forwards import checkpointed_forward
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.engines.recomputation import checkpointed_forward
 from rapidformer_templates.engines.step import Step, seed_forward
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.switches.layout.pipeline import StageRunner
@@ -215,6 +216,18 @@ class PipelineEngine(ParallelEngine):
             yield model
 
 
+@dataclass(init=False)
+class _Passage:
+    """A micro batch in one stage, from its arrival to the end of its backward. A field exists while it is needed."""
+
+    incoming: PendingRecv  # the hidden state, and later the gradient of the output
+    hidden: torch.Tensor  # the input of the stage
+    output: torch.Tensor  # until it is sent, or the loss
+    graph: GradientEdge | None
+    gradient: torch.Tensor  # of the input, until it is sent
+    recorded: object  # by the model's own losses
+
+
 class PipelineStep(Step):
     """Runs the micro batches of one optimizer step through the local parts, in the order of the schedule."""
 
@@ -222,13 +235,7 @@ class PipelineStep(Step):
         super().__init__(engine, microbatches, targets)
         self.engine, self.links = engine, engine._links
         self._keys = [_shapes(microbatch.batch) for microbatch in microbatches]
-        self._incoming: dict[Action, PendingRecv] = {}
-        self._inputs: dict[tuple[int, int], torch.Tensor] = {}
-        self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # until they are sent
-        self._losses: dict[int, torch.Tensor] = {}
-        self._graphs: dict[tuple[int, int], GradientEdge | None] = {}
-        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
-        self._recorded: dict[tuple[int, int], object] = {}  # by the model's own losses
+        self._passages: defaultdict[tuple[int, int], _Passage] = defaultdict(_Passage)  # by stage and micro batch
 
     def accumulate(self) -> None:
         engine = self.engine
@@ -241,27 +248,29 @@ class PipelineStep(Step):
 
     def do(self, action: Action) -> None:
         kind, stage, number = action
-        index = (stage, number)
+        passage, key = self._passages[stage, number], self._keys[number]
         if kind is Kind.FORWARD:
-            self._forward_of_stage(stage, number)
+            self._forward_of_stage(stage, number, passage)
         elif kind is Kind.BACKWARD:
-            self._backward_of_stage(stage, number)
+            self._backward_of_stage(stage, number, passage)
         elif kind is Kind.RECEIVE_FORWARD:
-            self._incoming[action] = self.links.receive_forward(stage, self._keys[number])
+            passage.incoming = self.links.receive_forward(stage, key)
         elif kind is Kind.SEND_FORWARD:
-            self.links.send_forward(stage, self._keys[number], self._outputs.pop(index))
+            self.links.send_forward(stage, key, passage.output)
+            del passage.output
         elif kind is Kind.RECEIVE_BACKWARD:
-            self._incoming[action] = self.links.receive_backward(stage, self._keys[number])
+            passage.incoming = self.links.receive_backward(stage, key)
         else:
-            self.links.send_backward(stage, self._gradients.pop(index))
+            self.links.send_backward(stage, passage.gradient)
+            del self._passages[stage, number]
 
-    def _forward_of_stage(self, stage: int, number: int) -> None:
+    def _forward_of_stage(self, stage: int, number: int, passage: _Passage) -> None:
         engine, microbatch = self.engine, self.microbatches[number]
         engine.workers.clock.enter(FORWARD)
         hidden = None
         if stage:
-            hidden = self._incoming.pop(Action(Kind.RECEIVE_FORWARD, stage, number)).unpack().requires_grad_()
-            self._inputs[stage, number] = hidden
+            hidden = passage.hidden = passage.incoming.unpack().requires_grad_()
+            del passage.incoming
 
         def body() -> torch.Tensor:
             if stage == engine.last_stage:
@@ -270,36 +279,33 @@ class PipelineStep(Step):
             with engine._forward_context(microbatch) as batch:
                 return engine.compute_loss(engine.model, batch)
 
-        output = engine._stage_runner.run(stage // engine.workers.pipeline, hidden, body)
+        passage.output = engine._stage_runner.run(stage // engine.workers.pipeline, hidden, body)
         if engine._auxiliary:
-            self._recorded[stage, number] = engine._auxiliary.recorded()
-        if stage == engine.last_stage:
-            self._losses[number] = output
-        else:
+            passage.recorded = engine._auxiliary.recorded()
+        if stage != engine.last_stage:
             # The backward needs only the graph. The next stage has the values, unless the graph itself saves them.
-            self._graphs[stage, number] = get_gradient_edge(output) if output.requires_grad else None
-            self._outputs[stage, number] = output
+            passage.graph = get_gradient_edge(passage.output) if passage.output.requires_grad else None
 
-    def _backward_of_stage(self, stage: int, number: int) -> None:
+    def _backward_of_stage(self, stage: int, number: int, passage: _Passage) -> None:
         engine, part = self.engine, stage // self.engine.workers.pipeline
         engine._last = number == len(self.microbatches) - 1
         engine.workers.clock.enter(BACKWARD)
-        self._follow(stage, number)
+        self._follow(stage, number, passage)
         if stage == engine.last_stage:
-            self._begin_backward(self._losses.pop(number), self.microbatches[number])
+            self._begin_backward(passage.output, self.microbatches[number])
         else:
-            gradient = self._incoming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
-            engine.backward_of_part(part, self._graphs.pop((stage, number)), gradient)
+            engine.backward_of_part(part, passage.graph, passage.incoming.unpack())
+        del self._passages[stage, number]
         if stage:
-            hidden = self._inputs.pop((stage, number))
-            self._gradients[stage, number] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+            gradient = passage.hidden.grad
+            self._passages[stage, number].gradient = torch.zeros_like(passage.hidden) if gradient is None else gradient
         engine.micro_steps += part == 0
 
-    def _follow(self, stage: int, number: int) -> None:
+    def _follow(self, stage: int, number: int, passage: _Passage) -> None:
         """Include the model's auxiliary losses in a backward. On the last stage, they follow the loss itself."""
         engine = self.engine
         if engine._auxiliary:
-            engine._auxiliary.recall(self._recorded.pop((stage, number)))
+            engine._auxiliary.recall(passage.recorded)
             if stage != engine.last_stage:
                 scale = engine.loss_scale.scale if engine.loss_scale else torch.ones((), device=engine.workers.device)
                 engine._auxiliary.follow_without_loss(self.microbatches[number], scale * engine._gradient_divisor)

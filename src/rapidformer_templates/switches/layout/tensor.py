@@ -15,8 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.construction import ModelUnderConstruction, take_part
-from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.receipt import Receipt
+from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.layout import tensor_plan
 from rapidformer_templates.switches.layout import tensor_styles as tensor_styles

@@ -12,10 +12,14 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.receipt import Receipt
-from rapidformer_templates.engines.recomputation import PRODUCTS, Checkpointed, ContextFunction, SavesMatmuls
-from rapidformer_templates.engines.side_effects import backward_may_follow
+from rapidformer_templates.engines.contract import Engine, Receipt
+from rapidformer_templates.engines.forwards import (
+    PRODUCTS,
+    Checkpointed,
+    ContextFunction,
+    SavesMatmuls,
+    backward_may_follow,
+)
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.offload_activations.offloader import Offloader, PinnedMemory, SavedTensor
 

@@ -16,10 +16,10 @@ from fairscale.optim import OSS
 from torch import nn
 from torch.autograd import Variable
 
+from rapidformer_templates.engines.backwards import GradientSequence
 from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.shards import NO_COPIES, Copies, Shard, ShardKind
-from rapidformer_templates.engines.unused_parameters import GradientSequence
 from rapidformer_templates.errors import RapidformerError
 
 

@@ -17,12 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rapidformer_templates.engines.backwards_in_loss import Derivatives
+from rapidformer_templates.engines.backwards import (
+    Derivatives,
+    GradientSequence,
+    reached_parameters,
+    with_unused_parameters,
+)
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec, trained_parameters
 from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
-from rapidformer_templates.engines.unused_parameters import GradientSequence, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, is_quantized, width_of
 from rapidformer_templates.planning.deepspeed_file.settings import LOUD, fill_bucket_sizes
