@@ -58,13 +58,13 @@ LIKE_OTHERS = {
 """For ``make test-longer``. Another line of the same kind is left out by default."""
 LINES = {
     "tensors are made before they are sent": Line(
-        "switches.offload_activations.offloader",
+        "switches.offload_activations.transform",
         "stream.wait_stream(torch.accelerator.current_stream(self._device))",
         run=OFFLOADED,
         main=0.002,
     ),
     "copies are waited for": Line(
-        "switches.offload_activations.offloader",
+        "switches.offload_activations.transform",
         "return lambda: torch.accelerator.current_stream(self._device).wait_event(copied)",
         "return lambda: None",
         OFFLOADED,

@@ -164,7 +164,7 @@ APEX_LAMB = OptimizerClass(
     l2=None,
 )
 LAMB = OptimizerClass(
-    path=f"{_OURS}.lamb.Lamb", rule="Lamb", elementwise=False, per_parameter=True, state=TWO_MOMENTS, l2=None
+    path=f"{_OURS}.updates.Lamb", rule="Lamb", elementwise=False, per_parameter=True, state=TWO_MOMENTS, l2=None
 )
 
 APEX = OptimizerPackage(
@@ -333,7 +333,7 @@ _RECORDS = (
     OptimizerFacts(
         name="adamw_anyprecision",
         implementation=OptimizerClass(
-            path=f"{_OURS}.anyprecision.AnyPrecisionAdamW",
+            path=f"{_OURS}.updates.AnyPrecisionAdamW",
             rule="AnyPrecisionAdamW",
             elementwise=True,
             per_parameter=True,
@@ -364,7 +364,7 @@ _RECORDS = (
     OptimizerFacts(
         name="muon",
         implementation=OptimizerClass(
-            path=f"{_OURS}.muon.Muon",
+            path=f"{_OURS}.updates.Muon",
             rule="Muon",
             elementwise=False,
             per_parameter=True,
@@ -377,13 +377,13 @@ _RECORDS = (
         epsilon=1e-8,
         cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
-        groups=f"{_OURS}.muon:groups_of",
+        groups=f"{_OURS}.updates:groups_of",
         deepspeed_types=("Muon",),
     ),
     OptimizerFacts(
         name="lion",
         implementation=OptimizerClass(
-            path=f"{_OURS}.lion.Lion",
+            path=f"{_OURS}.updates.Lion",
             rule="Lion",
             elementwise=True,
             per_parameter=True,

@@ -40,8 +40,7 @@ from rapidformer_templates.switches.auto_strategy.fake_kernels import run
 from rapidformer_templates.switches.auto_strategy.stand_ins import DATA_DEPENDENT_OPS, GROUPED_PRODUCT, answer
 from rapidformer_templates.switches.auto_strategy.trace import Phase, PhaseSegment, Product, Trace
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
-from rapidformer_templates.switches.offload_activations.offloader import Counts, Offloader, Wait
-from rapidformer_templates.switches.offload_activations.transform import offload_blocks
+from rapidformer_templates.switches.offload_activations.transform import Counts, Offloader, Wait, offload_blocks
 
 Batch = Mapping[str, torch.Tensor]
 MeanLoss = Callable[[nn.Module, Batch], torch.Tensor]

@@ -20,8 +20,12 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.layout import tensor_plan
 from rapidformer_templates.switches.layout import tensor_styles as tensor_styles
 from rapidformer_templates.switches.layout.collectives import Peers
-from rapidformer_templates.switches.layout.random_streams import Streams, draws_random_numbers
-from rapidformer_templates.switches.layout.sequence_shards import OnWholeSequence, SequenceShards
+from rapidformer_templates.switches.layout.sequence_shards import (
+    OnWholeSequence,
+    SequenceShards,
+    Streams,
+    draws_random_numbers,
+)
 from rapidformer_templates.switches.layout.tensor_layers import (
     AroundColumns,
     Divided,

@@ -20,8 +20,7 @@ from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.engines.forwards import checkpointed_forward
 from rapidformer_templates.engines.loss import LossLayer
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.layout.random_streams import draws_random_numbers
-from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards
+from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards, draws_random_numbers
 from rapidformer_templates.switches.layout.tensor_layers import (
     OnLocalParameters,
     local_parameter_layers,
