@@ -85,7 +85,7 @@ class Held:
         with silent_neighbours(rank) as workers, LiveStorages() as live:
             engine = _engine(name, workers, precision, recompute)
             if rank:
-                engine._links._known[rank - 1, pipeline_engine._shapes(rows[0].batch)] = (
+                engine.links._known[rank - 1, pipeline_engine._shapes(rows[0].batch)] = (
                     torch.float32,
                     (SAMPLES, LENGTH, WIDTH),
                 )

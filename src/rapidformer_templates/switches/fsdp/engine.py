@@ -247,7 +247,8 @@ class FSDPEngine(SingleEngine):
                     hint="write out = out + y instead of out += y, or change a clone of it",
                 )
 
-    def _begin_step(self) -> None:
+    def drop(self) -> None:
+        super().drop()
         self._used.clear()
 
     def _unused_here(self) -> Sequence[int]:
@@ -263,7 +264,7 @@ class FSDPEngine(SingleEngine):
         sharded = [p for unit in units for group in _groups(unit) for p in group.fsdp_params]
         return [*self.model.parameters(), *(p.unsharded_param for p in sharded if hasattr(p, "_unsharded_param"))]
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
+    def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         self._views, self._in_forward = [], True
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
         if not self.reshards:

@@ -192,7 +192,7 @@ class DeepSpeedEngine(SingleEngine):
             self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._state.restore_masters(masters)
         self._sequence_check = self._state.sequence_check()
-        self._needs_zero_gradients = self.zero_stage == 3
+        self.needs_zero_gradients = self.zero_stage == 3
         self._sequence = GradientSequence(
             len(self._parameters), self._state.hook_gradients(self._parameters, self._on_gradient_ready)
         )
@@ -260,11 +260,12 @@ class DeepSpeedEngine(SingleEngine):
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {float(norm)}")
         return norm, overflow
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
+    def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         self._deepspeed.set_gradient_accumulation_boundary(last)
         return self._sequence_check.checked() if self._sequence_check else contextlib.nullcontext()
 
-    def _begin_step(self) -> None:
+    def drop(self) -> None:
+        super().drop()
         self._used: set[int] = set()
 
     def _backward(self, loss: torch.Tensor) -> None:
