@@ -13,7 +13,7 @@ import torch
 
 from rapidformer_templates.planning.registry import Registry
 from rapidformer_templates.planning.switch import Request, Rule
-from rapidformer_templates.switches.offload_activations.offloader import MIN_BYTES, Wait
+from rapidformer_templates.switches.offload_activations.transform import MIN_BYTES, Wait
 
 ROOM = "rapidformer_templates.switches.offload_activations"
 
@@ -65,5 +65,5 @@ def taken_for_a_gpu(least_bytes: int = MIN_BYTES) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Registry, "consulted", without_the_device))
         stack.enter_context(mock.patch(f"{ROOM}.transform.PinnedMemory", StandInHost))
-        stack.enter_context(mock.patch(f"{ROOM}.offloader.MIN_BYTES", least_bytes))
+        stack.enter_context(mock.patch(f"{ROOM}.transform.MIN_BYTES", least_bytes))
         yield

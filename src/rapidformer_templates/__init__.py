@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rapidformer_templates.planning.flags import flag as flag
     from rapidformer_templates.pretrainer import Pretrainer as Pretrainer
     from rapidformer_templates.run.hooks import Callback as Callback
-    from rapidformer_templates.switches.mixture_of_experts.exported import load_mixture as load_mixture
+    from rapidformer_templates.switches.mixture_of_experts.transform import load_mixture as load_mixture
     from rapidformer_templates.trainer import Trainer as Trainer
     from rapidformer_templates.trainer import compose as compose
 
@@ -27,7 +27,7 @@ _HOME = {
     "Trainer": "rapidformer_templates.trainer",
     "compose": "rapidformer_templates.trainer",
     "flag": "rapidformer_templates.planning.flags",
-    "load_mixture": "rapidformer_templates.switches.mixture_of_experts.exported",
+    "load_mixture": "rapidformer_templates.switches.mixture_of_experts.transform",
 }
 
 __all__ = [

@@ -19,11 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.demo import demo_model_folder
-from rapidformer_templates.engines.boxes import local_values
+from rapidformer_templates.engines.boxes import Parts, local_values
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.gather_on_use import divided_construction
-from rapidformer_templates.engines.parts import Parts
 from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.registry import load_object

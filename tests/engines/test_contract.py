@@ -15,16 +15,19 @@ from rapidformer_templates.engines.step import Step
 CONTRACT: dict[type, set[str]] = {
     SingleEngine: {
         "setup",
-        "begin_step",
-        "check_leaves",
+        "begin",
+        "check_loss",
+        "backward",
+        "reduce",
+        "norm",
+        "update",
         "raise_pending_errors",
-        "_grad_norm",
         "keep_average",
         "averaged",
     },
     Step: {
         *("run", "forward", "backward", "update"),
-        *("_begin_forward", "_end_forward", "_begin_backward", "_end_micro_batch", "_complete_gradients", "_exchange"),
+        *("_begin_forward", "_end_forward", "_begin_backward", "_end_micro_batch", "_complete_gradients"),
     },
 }
 

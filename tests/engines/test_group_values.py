@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rapidformer_templates.engines.host_optimizer import HostOptimizer
+from rapidformer_templates.engines.optimizer_state import HostOptimizer
 from rapidformer_templates.engines.recipe import OptimizerSpec, undecayed
 from rapidformer_templates.errors import CheckpointError
 from tests.support.jobs import CausalJob

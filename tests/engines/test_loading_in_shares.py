@@ -21,7 +21,7 @@ from rapidformer_templates.engines.gather_on_use import divided_construction
 from rapidformer_templates.models import weight_files
 from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.switches.mixture_of_experts import exported
+from rapidformer_templates.switches.mixture_of_experts import transform as mixtures
 from rapidformer_templates.switches.mixture_of_experts.transform import KEY, MixtureSizes
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import VOCABULARY, PretrainedJob
@@ -75,10 +75,10 @@ def _save(case: Case, folder: Path) -> Path:
     model = kind.from_config(config).to(getattr(torch, case.dtype))
     if case.files == "converted":
         setattr(model.config, KEY, asdict(MixtureSizes(experts=3, top_k=1)))
-        exported.rebuild(model)
+        mixtures.rebuild(model)
     model.save_pretrained(folder / "base", max_shard_size="100KB" if case.files == "several" else "1GB")
     if case.files == "converted":
-        exported.mark(folder / "base")
+        mixtures.mark(folder / "base")
     if "bin" in case.files:
         is_archive = case.files == "bin"
         torch.save(model.state_dict(), folder / "base/pytorch_model.bin", _use_new_zipfile_serialization=is_archive)

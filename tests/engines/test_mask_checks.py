@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.current_batch import mask_answers, watch_positions
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
 from tests.support.ahead import CountReads
 from tests.support.mask_hooks import HOOKS, _batch, _model, job_of
 

@@ -17,7 +17,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.integrations.neftune import activate_neftune
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.embedding_noise import add_noise, keys_of, rows_of, uniform
+from rapidformer_templates.engines.current_batch import add_noise, keys_of, rows_of, uniform
 from rapidformer_templates.errors import ModelError
 from tests.support.jobs import VOCABULARY, DeepJob
 from tests.support.parity import Trained, assert_follows, trained

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.backwards import reached_parameters
+from rapidformer_templates.engines.forwards import preserve_state, restored_buffers
 from rapidformer_templates.engines.loss import Recorder, weighted_loss
-from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
-from rapidformer_templates.engines.unused_parameters import reached_parameters
 from tests.support.jobs import ClassJob
 
 INPUT = torch.ones(4, 3)

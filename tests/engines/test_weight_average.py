@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from rapidformer_templates.engines.weight_average import KEY
+from rapidformer_templates.engines.optimizer_state import AVERAGE
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.folder import read_metrics
@@ -153,7 +153,7 @@ def _kept(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], dict[str, t
             for name, shape in shapes.items()
         }
 
-    return whole("weights", ""), whole("optimizer", f"/{KEY}")
+    return whole("weights", ""), whole("optimizer", f"/{AVERAGE}")
 
 
 def _dies(folder: Path | str, flags: str) -> None:

@@ -78,7 +78,7 @@ def test_precision(flags: str, place: Environment, precision: str) -> None:
         ("--optimizer apex_adam", on(CPU, packages={"apex": "1"}), "torch.optim.AdamW (fused)"),
         ("--optimizer apex_adam", GPUS, "apex.optimizers.FusedAdam"),
         ("--optimizer apex_adam --fsdp-memory-optimization", GPUS, "torch.optim.AdamW (fused)"),
-        ("--optimizer apex_lamb", CPU, "rapidformer_templates.switches.optimizer.lamb.Lamb"),
+        ("--optimizer apex_lamb", CPU, "rapidformer_templates.switches.optimizer.updates.Lamb"),
         ("--optimizer apex_lamb", GPUS, "apex.optimizers.FusedLAMB"),
         ("--optimizer adafactor", CPU, "torch.optim.Adafactor"),
         (
@@ -86,8 +86,8 @@ def test_precision(flags: str, place: Environment, precision: str) -> None:
             GPUS,
             "rapidformer_templates.switches.optimizer.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
         ),
-        ("--optimizer muon", CPU, "rapidformer_templates.switches.optimizer.muon.Muon"),
-        ("--optimizer lion", CPU, "rapidformer_templates.switches.optimizer.lion.Lion"),
+        ("--optimizer muon", CPU, "rapidformer_templates.switches.optimizer.updates.Muon"),
+        ("--optimizer lion", CPU, "rapidformer_templates.switches.optimizer.updates.Lion"),
     ],
 )
 def test_stand_ins_are_noted(flags: str, place: Environment, implementation: str) -> None:

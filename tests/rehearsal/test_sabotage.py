@@ -60,13 +60,13 @@ LIKE_OTHERS = {
 """For ``make test-longer``. Another line of the same kind is left out by default."""
 LINES = {
     "tensors are made before they are sent": Line(
-        "switches.offload_activations.offloader",
+        "switches.offload_activations.transform",
         "stream.wait_stream(torch.accelerator.current_stream(self._device))",
         run=OFFLOADED,
         main=0.002,
     ),
     "copies are waited for": Line(
-        "switches.offload_activations.offloader",
+        "switches.offload_activations.transform",
         "return lambda: torch.accelerator.current_stream(self._device).wait_event(copied)",
         "return lambda: None",
         OFFLOADED,
@@ -79,7 +79,7 @@ LINES = {
         main=0.002,
     ),
     "gradients on the host are waited for": Line(
-        "engines.host_optimizer",
+        "engines.optimizer_state",
         "torch.accelerator.synchronize()  # the copies to the host are asynchronous",
         run="offloaded state",
         main=0.002,

@@ -27,9 +27,9 @@ from rapidformer_templates.compat.own_loop import OnDevice, OwnLoop
 from rapidformer_templates.data.collate import samples_in
 from rapidformer_templates.data.loader import eval_requests, load, sample_lengths, to_device
 from rapidformer_templates.data.types import Batch, Data, Sample, SampleSet
+from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.engines.optimizer_instances import as_recipe, as_schedule
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
-from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.models.model_files import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig

@@ -10,7 +10,7 @@ from weakref import ReferenceType
 
 from torch import nn
 
-from rapidformer_templates.engines.backwards_in_loss import UNLIMITED, Derivatives
+from rapidformer_templates.engines.backwards import UNLIMITED, Derivatives
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.loss import AuxiliaryLosses, LossLayer
 from rapidformer_templates.models.adapters import FrozenBase

@@ -1,4 +1,4 @@
-"""Positions of the values of a shard in the whole tensor.
+"""Positions of the values of a shard in the whole tensor, and which worker sends which of them to another one.
 
 The local part of a tensor is not always a single box. For a fused query-key-value matrix, a rank holds a block of each
 of the three parts. The placement records this (torch's ``_StridedShard``, whose split factor is the number of parts).
@@ -11,6 +11,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -261,3 +263,79 @@ def _in_row(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     for offset, size in boxes_of_run(shape[1:], start, count):
         yield (index, *offset), (1, *size)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The part of a tensor that each worker gets.
+
+    Attributes:
+        placement: how the tensor is divided over ``size`` workers.
+        ranks: the rank among them, for each worker that builds the model. Several workers may get the same part.
+    """
+
+    placement: Placement
+    size: int
+    ranks: tuple[int, ...]
+
+    def index(self, shape: tuple[int, ...], worker: int) -> Index:
+        """Return the values of a tensor of ``shape`` that a worker gets."""
+        return Index.of_rank(shape, [self.placement], [self.size], [self.ranks[worker]])
+
+
+class View(NamedTuple):
+    """Arguments of ``torch.Tensor.as_strided``."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+class PartExchange(NamedTuple):
+    """The values of a tensor that this worker sends to another one from its share, and receives for its part."""
+
+    peer: int
+    sent: Sequence[View]
+    received: Sequence[View]
+
+
+@lru_cache(maxsize=256)  # the blocks of a model have the same shapes
+def exchanges_of(shape: tuple[int, ...], parts: Parts, count: int, worker: int) -> Sequence[PartExchange]:
+    """Return what a worker exchanges with each other one, so that all get their parts of a tensor.
+
+    Args:
+        count: elements of the share that each worker has.
+    """
+    total = math.prod(shape)
+    own, part = parts.index(shape, worker), torch.empty(parts.index(shape, worker).local, device="meta")
+    sent_to: dict[int, list[View]] = {}  # by the rank of the receiver
+    exchanges = []
+    for peer, rank in enumerate(parts.ranks):
+        if rank not in sent_to:
+            sent_to[rank] = [
+                View.of(values) for _, values in _in_share(shape, parts.index(shape, peer), worker, count, total)
+            ]
+        received = [View.of(part[place]) for place, _ in _in_share(shape, own, peer, count, total)]
+        if sent_to[rank] or received:
+            exchanges.append(PartExchange(peer, sent_to[rank], received))
+    return exchanges
+
+
+def _in_share(
+    shape: tuple[int, ...], index: Index, worker: int, count: int, total: int
+) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """Yield (position in the part, values) for each box that a part has in common with the share of a worker."""
+    start, end = min(worker * count, total), min((worker + 1) * count, total)
+    return index.parts_in_run(shape, start, torch.empty(end - start, device="meta"))
+
+
+@lru_cache(maxsize=256)
+def starts_in_file(shape: tuple[int, ...], parts: Parts) -> Sequence[int] | None:
+    """Return where each worker's part begins in the flattened tensor. None if a part is not a run of whole rows."""
+    starts = [parts.index(shape, worker).start_of_run(shape) for worker in range(len(parts.ranks))]
+    known = [start for start in starts if start is not None]
+    return known if len(known) == len(starts) else None

@@ -25,8 +25,7 @@ from torch import nn
 from torch.distributed.tensor import Placement
 from torch.nn.parameter import is_lazy
 
-from rapidformer_templates.engines.boxes import local_values
-from rapidformer_templates.engines.parts import PartExchange, Parts, exchanges_of, starts_in_file
+from rapidformer_templates.engines.boxes import PartExchange, Parts, exchanges_of, local_values, starts_in_file
 from rapidformer_templates.models.weight_files import FileTensor, join
 
 LEAST_DIVIDED = 4096

@@ -20,17 +20,31 @@ from torch.nn.utils import get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
-from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines.assembly import Assembly
-from rapidformer_templates.engines.backwards_in_loss import UNLIMITED, checked_backwards, until_first_backward
+from rapidformer_templates.engines.backwards import (
+    UNLIMITED,
+    WHOLE_WEIGHTS,
+    checked_backwards,
+    reached_parameters,
+    until_first_backward,
+    with_unused_parameters,
+)
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import ComputeLoss
-from rapidformer_templates.engines.embedding_noise import rows_of
+from rapidformer_templates.engines.current_batch import mask_answers, rows_of, watch_positions
+from rapidformer_templates.engines.forwards import preserve_state, restored_buffers
 from rapidformer_templates.engines.gather_on_use import divided_construction
-from rapidformer_templates.engines.host_optimizer import HostOptimizer, is_in_host_memory
-from rapidformer_templates.engines.loss import AuxiliaryLosses, Recorder, loss_and_count
-from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
-from rapidformer_templates.engines.optimizer_state import load_optimizer, optimizer_shards, state_tensors
+from rapidformer_templates.engines.loss import Recorder, loss_and_count
+from rapidformer_templates.engines.optimizer_state import (
+    HostOptimizer,
+    WeightAverage,
+    exchange_with_average,
+    is_in_host_memory,
+    load_optimizer,
+    optimizer_shards,
+    record_initial_values,
+    state_tensors,
+)
 from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule, trained_parameters
 from rapidformer_templates.engines.shards import (
     Copies,
@@ -46,9 +60,7 @@ from rapidformer_templates.engines.shards import (
     named_tensors,
     shard_of,
 )
-from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
 from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
-from rapidformer_templates.engines.unused_parameters import WHOLE_WEIGHTS, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system import accelerator
@@ -64,20 +76,22 @@ COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class SingleEngine:
     """One process on one device. This is the reference that every other engine must match.
 
-    :class:`Step` implements the guarantees of a step for all engines. A subclass overrides these extension points:
+    :class:`Step` owns the order of a step, and calls its phases: :meth:`begin`, :meth:`forward` and :meth:`backward` of
+    each micro batch inside its :meth:`accumulation`, then :meth:`reduce`, :meth:`update`, which takes the :meth:`norm`,
+    and :meth:`drop`. A subclass overrides these extension points:
 
     - :meth:`construction`, :meth:`_build`, :meth:`_shard`, :meth:`_build_optimizer`, :meth:`_distribute`: how the model
       is built and sharded, and which optimizer updates it
-    - :meth:`step`, :meth:`_begin_step`, :meth:`_accumulation_context`, :meth:`_backward`: the order of micro batches,
-      and when gradients are exchanged
-    - :attr:`_gradient_divisor`, :meth:`_unused_here`, :meth:`_drop_unused`: how the exchange changes gradients
+    - :meth:`step`, :meth:`accumulation`, :meth:`_backward`: the order of micro batches, and when they exchange
+      gradients
+    - :attr:`gradient_divisor`, :meth:`_unused_here`, :meth:`_drop_unused`: how the exchange changes gradients
     - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_iter_update_chunks`, :meth:`_update`, together with
-      :meth:`_drop_gradients` and :meth:`_supports_async_step`
+      :meth:`drop` and :meth:`_supports_async_step`
     - :meth:`shards`, :attr:`_divides_gradients`: which part of weights, gradients and optimizer state a worker has
     - :attr:`_derivatives_in_loss`, :meth:`_parameters_in_graph`: which backwards ``compute_loss`` may run itself
     """
 
-    _needs_zero_gradients = False  # whether even a batch without targets must produce gradients
+    needs_zero_gradients = False  # whether even a batch without targets must produce gradients
     _divides_gradients = False  # whether a worker has only a part of the gradients after the exchange
     _adds_norms_in_fp64 = False  # see global_norm
     _derivatives_in_loss = UNLIMITED
@@ -99,8 +113,7 @@ class SingleEngine:
         self._frozen: list[nn.Parameter]
         self._updated_shards: Mapping[torch.Tensor, Shard]  # the shard of each tensor that the optimizer updates
         self._lr_factor = 1.0
-        self._monitor: StepMonitor | None = None  # None if the host waits for the device
-        self._auxiliary: AuxiliaryLosses | None = None
+        self.monitor: StepMonitor | None = None  # None if the host waits for the device
         self._builds_in_shares = plan.builds_in_shares
         self._construction: ModelUnderConstruction | None = None
 
@@ -121,7 +134,6 @@ class SingleEngine:
     def setup(self, assembly: Assembly, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
         self.assembly, self.compute_loss = assembly, compute_loss
         model = assembly.model
-        self._auxiliary = assembly.losses
         model.zero_grad()  # of backwards in build_model
         if accelerator.swaps_parameters(self.workers.device):
             assembly.built = ()
@@ -131,9 +143,9 @@ class SingleEngine:
         self._callable = self._distribute()
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        group_values.record_initial_values(self.optimizer)
+        record_initial_values(self.optimizer)
         if self._supports_async_step():
-            self._monitor = StepMonitor(self.workers.device)
+            self.monitor = StepMonitor(self.workers.device)
             watch_positions(self.model)
         if self.loss_scale is not None:
             self.loss_scale.to(self.workers.device)
@@ -183,7 +195,7 @@ class SingleEngine:
         """The optimizer class that computes the updates, regardless of where its state is stored."""
         return type(self.optimizer.inner if isinstance(self.optimizer, HostOptimizer) else self.optimizer)
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
+    def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         """Context for the forward and backward of a micro batch. The last one exchanges gradients."""
         return nullcontext()
 
@@ -196,28 +208,48 @@ class SingleEngine:
         return Step(self, microbatches, targets)
 
     @final
-    def begin_step(self) -> None:
+    def begin(self, microbatches: Sequence[MicroBatch]) -> None:
         """Drop gradients of other backwards (a hook's, or another session's), and prepare for the first micro batch.
 
         Raises:
             RapidformerError: a parameter that the optimizer does not have is trained now.
         """
+        if self.assembly.losses:
+            self.assembly.losses.begin_step(microbatches, self.workers)
         if any(parameter.requires_grad for parameter in self._frozen):
             raise RapidformerError(
                 "a parameter that was frozen when the optimizer was built requires a gradient now",
                 where="requires_grad_(True)",
                 hint="leave it trained in build_model, and freeze it in on_train_start for the first steps",
             )
-        self._drop_gradients()
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        """Prepare for the first micro batch of a step."""
+        self.drop()
 
     @final
     def raise_pending_errors(self) -> None:
-        if self._monitor:
-            self._monitor.poll()
+        if self.monitor:
+            self.monitor.poll()
+
+    @final
+    def update(self, loss: torch.Tensor, lr_factor: float) -> tuple[torch.Tensor, bool | torch.Tensor]:
+        """Update the parameters. Returns the norm of the gradient before clipping, and whether the update was skipped.
+
+        Args:
+            loss: the mean over the global batch.
+            lr_factor: fraction of the peak learning rate.
+
+        Raises:
+            NonFiniteLoss: see :meth:`Step.update`.
+        """
+        for hook in self.before_update:
+            hook()
+        if lr_factor != self._lr_factor:
+            self._lr_factor = lr_factor
+            for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
+                group["lr"] = peak * lr_factor
+        norm, skipped = self._finish_step(loss)
+        if self._weight_average:
+            self._weight_average.end_step(skipped)
+        return norm, skipped
 
     def _finish_step(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool | torch.Tensor]:
         """Update if loss and gradient are finite. Returns the norm before clipping and whether the update was skipped.
@@ -225,8 +257,30 @@ class SingleEngine:
         Raises:
             NonFiniteLoss: see :meth:`Step.update`.
         """
-        norm = self._grad_norm()
-        return norm, self._update_without_sync(loss, norm) if self._monitor else self._update_after_sync(loss, norm)
+        norm = self.norm()
+        return norm, self._update_without_sync(loss, norm) if self.monitor else self._update_after_sync(loss, norm)
+
+    @final
+    def reduce(self, total: torch.Tensor) -> torch.Tensor:
+        """Sum the losses of all workers, and complete the gradients for the optimizer.
+
+        The exchange of the losses also finds parameters that received no gradient on any worker.
+        """
+        workers, unused, any_unused = self.workers, self._unused_here(), False
+        if workers.world == 1 and not unused:
+            pass
+        elif self.monitor:  # an exchange between hosts, so that no host waits for its device
+            any_unused = workers.sum(len(unused))[0] > 0
+            total = workers.sum_tensor(total)
+        else:
+            both = workers.sum_tensor(torch.stack([total, torch.full_like(total, len(unused))]))
+            total, any_unused = both[0], bool(both[1])
+        if any_unused:
+            indices = set(unused)
+            counts = workers.sum(*(float(index in indices) for index in range(len(self._parameters))))
+            self._drop_unused([index for index, count in enumerate(counts) if count == workers.world])
+        self._reduce()
+        return total if self.gradient_divisor == 1.0 else total / self.gradient_divisor
 
     def _reduce(self) -> None:
         """Reduce the gradients for the optimizer, unless the exchange in the backward has done so."""
@@ -252,8 +306,8 @@ class SingleEngine:
 
         Loss scale and clipping are one division inside the update, which reads the gradients anyway.
         """
-        assert self._monitor is not None
-        skipped = self._monitor.check(loss, norm, may_overflow=self.loss_scale is not None)
+        assert self.monitor is not None
+        skipped = self.monitor.check(loss, norm, may_overflow=self.loss_scale is not None)
         divisor = self.loss_scale.scale if self.loss_scale is not None else None
         if self.clip_grad > 0:
             excess = ((norm.to(torch.float32) + 1e-6) / self.clip_grad).clamp_(min=1.0)
@@ -285,7 +339,7 @@ class SingleEngine:
             "optimizer": state_tensors(self.optimizer),
         }
 
-    def _drop_gradients(self) -> None:
+    def drop(self) -> None:
         """Clear the gradients as ``optimizer.zero_grad`` does, in a tenth of the time: it skips the profiler hooks."""
         for parameter in self._parameters:
             parameter.grad = None
@@ -300,7 +354,7 @@ class SingleEngine:
             self._parameters[index].grad = None
 
     @property
-    def _gradient_divisor(self) -> float:
+    def gradient_divisor(self) -> float:
         """Number of workers over which the exchange averages. The mean over targets needs the sum instead.
 
         Each worker of a context group has the full loss, and computes the backward of its share of it.
@@ -308,34 +362,36 @@ class SingleEngine:
         return self.workers.world / self.workers.context
 
     @contextmanager
-    def _forward_context(self, microbatch: MicroBatch) -> Iterator[Batch]:
-        """Context for the forward of a micro batch. Yields the batch on the device."""
+    def forward(self, microbatch: MicroBatch) -> Iterator[tuple[nn.Module | Recorder, Batch]]:
+        """Context for the forward of a micro batch. Yields the model that computes the loss, and the batch there."""
         batch = to_device(microbatch.batch, self.workers.device)
         # If the host runs ahead, the model must not wait for the device either.
-        answers = mask_answers(microbatch, batch) if self._monitor else nullcontext()
+        answers = mask_answers(microbatch, batch) if self.monitor else nullcontext()
         # An idle batch repeats samples, so batch norm must not count them a second time.
         buffers = restored_buffers(self.model) if microbatch.idle else nullcontext()
         with self.precision(), rows_of(microbatch, batch), answers, buffers, self._checked_backwards():
-            yield batch
+            yield Recorder(self._callable) if microbatch.idle or microbatch.targets == 0 else self._callable, batch
 
     def _checked_backwards(self) -> AbstractContextManager[None]:
         limit = min(self._derivatives_in_loss, self.assembly.derivatives_in_loss)
         return checked_backwards(self._parameters_in_graph, limit)
 
     @final
-    def check_leaves(self, loss: torch.Tensor) -> None:
-        """Refuse a loss that uses parameters which the model does not have, or has only for the forward of a module.
+    def check_loss(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
+        """Inspect the graph of a loss: the first one for wrong parameters, and one without targets for what it reaches.
 
         Raises:
-            RapidformerError: see above.
+            RapidformerError: it uses parameters that the model does not have, or has only for the forward of a module.
         """
-        wrong = set(map(id, self._wrong_leaves()))
+        wrong = set(map(id, self._wrong_leaves())) if self.micro_steps == 0 else set()
         if wrong and not wrong.isdisjoint(map(id, reached_parameters(loss))):
             raise RapidformerError(
                 "the loss uses a parameter outside of the forward of its module, where a worker has only its part",
                 where="compute_loss(model, batch)",
                 hint=WHOLE_WEIGHTS,
             )
+        if microbatch.targets == 0 and not microbatch.idle:
+            self._fill_zero_gradients(reached_parameters(loss))
 
     def _wrong_leaves(self) -> Iterable[torch.Tensor]:
         """Return parameters that a loss must not use: those of ``build_model`` that the run has replaced."""
@@ -352,12 +408,19 @@ class SingleEngine:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
+    @final
+    def backward(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
+        """Run the backward of one micro batch, and with it that of the model's auxiliary losses."""
+        if self.assembly.losses:
+            self.assembly.losses.follow(loss, microbatch, self.gradient_divisor)
+        self._backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
+
     def _backward(self, loss: torch.Tensor) -> None:
         """Run the backward of one micro batch. ``loss`` includes the loss scale."""
         loss.backward()
 
     @final
-    def _grad_norm(self) -> torch.Tensor:
+    def norm(self) -> torch.Tensor:
         """Return the global norm of the gradient, without the loss scale."""
         if self._divides_gradients:
             gradients = [(self._norm_copies.get(tensor), gradient) for tensor, gradient in self._local_gradients()]
@@ -387,12 +450,6 @@ class SingleEngine:
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def _set_lr(self, factor: float) -> None:
-        if factor != self._lr_factor:
-            self._lr_factor = factor
-            for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
-                group["lr"] = peak * factor
-
     def frozen(self, model: nn.Module) -> nn.Module:
         model.requires_grad_(False).eval()
         self._shard(model)
@@ -417,12 +474,12 @@ class SingleEngine:
         with preserve_state(self.model), self.precision(), until_first_backward(self._parameters_in_graph):
             yield self.model
 
-    _weight_average: weight_average.WeightAverage | None = None
+    _weight_average: WeightAverage | None = None
 
     @final
     def keep_average(self, decay: float) -> None:
         """Keep an exponential moving average of the weights from the next step on. Call this after :meth:`setup`."""
-        self._weight_average = weight_average.WeightAverage(self.optimizer, decay)
+        self._weight_average = WeightAverage(self.optimizer, decay)
 
     @final
     @contextmanager
@@ -439,7 +496,7 @@ class SingleEngine:
     def _exchange_averages(self) -> None:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                weight_average.exchange(parameter, self.optimizer.state.get(parameter, {}))
+                exchange_with_average(parameter, self.optimizer.state.get(parameter, {}))
         self._weights_were_set()
 
     def _weights_were_set(self) -> None:
@@ -537,7 +594,7 @@ class DDPEngine(SingleEngine):
         exchanges: bool = self._callable.require_backward_grad_sync  # type: ignore[assignment]
         return exchanges
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
+    def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         if last or not isinstance(self._callable, DistributedDataParallel):
             return nullcontext()
         return self._callable.no_sync()

@@ -20,7 +20,6 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.loss import HookCount, Recorder, differs, weighted_loss, wrong_count_error
-from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.system.accelerator import HostCopy
 from rapidformer_templates.system.phase_clock import BACKWARD, EXCHANGE, FORWARD, UPDATE
@@ -55,7 +54,7 @@ class Step:
         self.microbatches = microbatches
         self.result: StepResult | None = None
         self._engine = engine
-        self._weight = engine._gradient_divisor / (targets or 1.0)
+        self._weight = engine.gradient_divisor / (targets or 1.0)
         self._total: torch.Tensor | None = None  # of the weighted losses on this worker (fp64)
         self._finished = 0  # micro batches
         self._losses_here: list[_MicroBatchLoss] = []
@@ -64,12 +63,10 @@ class Step:
         self._microbatch: MicroBatch
         self._model: nn.Module | Recorder  # what the current loss is computed with
         self._loss: torch.Tensor  # the mean over the global batch (fp64)
-        if engine._monitor:
+        if engine.monitor:
             engine.workers.clock.enter(EXCHANGE)  # the device may wait for other workers
-            engine._monitor.begin(self._losses_here)
-        if engine._auxiliary:
-            engine._auxiliary.begin_step(microbatches, engine.workers)
-        engine.begin_step()
+            engine.monitor.begin(self._losses_here)
+        engine.begin(microbatches)
 
     @final
     def run(self, lr_factor: float | Callable[[], float]) -> StepResult:
@@ -98,7 +95,7 @@ class Step:
         Until :meth:`backward`, torch computes in the precision of the engine.
         """
         is_last = self._finished == len(self.microbatches) - 1
-        self._enter(self._engine._accumulation_context(last=is_last))
+        self._enter(self._engine.accumulation(last=is_last))
         return self._begin_forward(microbatch)
 
     @final
@@ -121,19 +118,13 @@ class Step:
             NonFiniteLoss: loss or gradient is infinite or NaN, in this step or in an earlier one that the host only
                 reads now. The weights are as before that step.
         """
-        engine = self._engine
-        engine.workers.clock.enter(UPDATE)
-        for hook in engine.before_update:
-            hook()
-        engine._set_lr(lr_factor)
+        self._engine.workers.clock.enter(UPDATE)
         try:
-            norm, skipped = engine._finish_step(self._loss)
+            norm, skipped = self._engine.update(self._loss, lr_factor)
         except NonFiniteLoss as error:
             error.samples = _not_finite(self._losses_here)
             raise
-        if engine._weight_average:
-            engine._weight_average.end_step(skipped)
-        engine._drop_gradients()
+        self._engine.drop()
         self.result = StepResult(self._loss, norm, skipped, self._measured)
         return self.result
 
@@ -148,7 +139,7 @@ class Step:
                 self._contexts.pop().__exit__(kind, error, trace)
         finally:
             if self.result is None:
-                self._engine._drop_gradients()
+                self._engine.drop()
 
     def _enter(self, context: AbstractContextManager[T]) -> T:
         value = context.__enter__()
@@ -167,39 +158,31 @@ class Step:
         """
         seed_forward(microbatch, stage)
         self._engine.workers.clock.enter(FORWARD)
-        batch = self._enter(self._engine._forward_context(microbatch))
-        self._microbatch, self._model = microbatch, self._engine._callable
-        if microbatch.idle or microbatch.targets == 0:
-            self._model = Recorder(self._model)
+        self._microbatch = microbatch
+        self._model, batch = self._enter(self._engine.forward(microbatch))
         return self._model, batch
 
     @final
     def _end_forward(self, result: object) -> torch.Tensor:
         """Return the sum of a micro batch's losses times the weight of the step, with its graph."""
         engine, microbatch = self._engine, self._microbatch
-        later = engine._monitor.hook_counts if engine._monitor else None
-        zeros = engine._needs_zero_gradients
+        later = engine.monitor.hook_counts if engine.monitor else None
+        zeros = engine.needs_zero_gradients
         loss = weighted_loss(result, self._model, microbatch, self._weight, later, zeros=zeros)
+        del self._model  # frees a recorded output
         self._leave()
-        if engine.micro_steps == 0:
-            engine.check_leaves(loss)
+        engine.check_loss(loss, microbatch)
         value = loss.detach()
         self._losses_here.append(_MicroBatchLoss(value, microbatch.samples))
         # A copy, because workers sum it in place.
         self._total = value.to(torch.float64, copy=True) if self._total is None else self._total + value
-        self._model = engine._callable  # frees a recorded output
-        if microbatch.targets == 0 and not microbatch.idle:
-            engine._fill_zero_gradients(reached_parameters(loss))
         return loss
 
     @final
     def _begin_backward(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
         """Start the backward of a micro batch from its loss."""
-        engine = self._engine
-        engine.workers.clock.enter(BACKWARD)
-        if engine._auxiliary:
-            engine._auxiliary.follow(loss, microbatch, engine._gradient_divisor)
-        engine._backward(loss if engine.loss_scale is None else loss * engine.loss_scale.scale)
+        self._engine.workers.clock.enter(BACKWARD)
+        self._engine.backward(loss, microbatch)
 
     @final
     def _end_micro_batch(self, loss: torch.Tensor) -> None:
@@ -216,33 +199,12 @@ class Step:
         """Exchange the loss and what the backward has not exchanged of the gradients."""
         engine, workers = self._engine, self._engine.workers
         workers.clock.enter(EXCHANGE)
-        if engine._auxiliary:
-            self._measured = engine._auxiliary.results(workers)
-        total, divisor = self._total, engine._gradient_divisor
+        if engine.assembly.losses:
+            self._measured = engine.assembly.losses.results(workers)
+        total = self._total
         if total is None or not workers.is_replica_leader:  # all workers of a replica compute the same loss
             total = torch.zeros((), dtype=torch.float64, device=workers.device)
-        total = self._exchange(total)
-        self._loss = total if divisor == 1.0 else total / divisor
-        engine._reduce()
-
-    @final
-    def _exchange(self, total: torch.Tensor) -> torch.Tensor:
-        """Sum ``total`` over the workers. The same exchange finds parameters that received no gradient."""
-        engine, workers = self._engine, self._engine.workers
-        unused = engine._unused_here()
-        if workers.world == 1 and not unused:
-            return total
-        if engine._monitor:  # an exchange between hosts, so that no host waits for its device
-            any_unused = workers.sum(len(unused))[0] > 0
-            total = workers.sum_tensor(total)
-        else:
-            both = workers.sum_tensor(torch.stack([total, torch.full_like(total, len(unused))]))
-            total, any_unused = both[0], bool(both[1])
-        if any_unused:
-            indices = set(unused)
-            counts = workers.sum(*(float(index in indices) for index in range(len(engine._parameters))))
-            engine._drop_unused([index for index, count in enumerate(counts) if count == workers.world])
-        return total
+        self._loss = engine.reduce(total)
 
 
 def seed_forward(microbatch: MicroBatch, stage: int) -> None:
@@ -343,9 +305,7 @@ class StepMonitor:
                 if differs(count, microbatch):
                     raise wrong_count_error(count, microbatch)
             raise NonFiniteLoss(
-                f"loss {loss}, gradient norm {norm}",
-                age=self._started - step.number,
-                samples=_not_finite(step.losses),
+                f"loss {loss}, gradient norm {norm}", age=self._started - step.number, samples=_not_finite(step.losses)
             )
 
 

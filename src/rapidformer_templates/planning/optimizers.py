@@ -147,7 +147,7 @@ APEX_LAMB = OptimizerClass(
     state=UNCOUNTED_MOMENTS,
     l2=None,
 )
-LAMB = replace(APEX_LAMB, path=f"{_OURS}.lamb.Lamb", per_parameter=True, state=TWO_MOMENTS)
+LAMB = replace(APEX_LAMB, path=f"{_OURS}.updates.Lamb", per_parameter=True, state=TWO_MOMENTS)
 
 APEX = OptimizerPackage(
     "apex",
@@ -198,7 +198,7 @@ _TORCHAO = f"{_OURS}.torchao_adamw.TorchAOAdamW"
 _TORCHAO_8BIT = replace(_BITSANDBYTES_8BIT, path=f"{_TORCHAO}8bit", rule="TorchAOAdamW8bit", state=CODES_OF_8_BITS)
 _TORCHAO_4BIT = replace(_TORCHAO_8BIT, path=f"{_TORCHAO}4bit", rule="TorchAOAdamW4bit", state=CODES_OF_4_BITS)
 _ANYPRECISION = replace(
-    ADAMW, path=f"{_OURS}.anyprecision.AnyPrecisionAdamW", rule="AnyPrecisionAdamW", state=BF16_MOMENTS, l2=None
+    ADAMW, path=f"{_OURS}.updates.AnyPrecisionAdamW", rule="AnyPrecisionAdamW", state=BF16_MOMENTS, l2=None
 )
 
 _RECORDS = (
@@ -269,7 +269,7 @@ _RECORDS = (
     OptimizerFacts(
         name="muon",
         implementation=OptimizerClass(
-            path=f"{_OURS}.muon.Muon",
+            path=f"{_OURS}.updates.Muon",
             rule="Muon",
             elementwise=False,
             per_parameter=True,
@@ -282,13 +282,13 @@ _RECORDS = (
         epsilon=1e-8,
         cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
-        groups=f"{_OURS}.muon:groups_of",
+        groups=f"{_OURS}.updates:groups_of",
         deepspeed_types=("Muon",),
     ),
     OptimizerFacts(
         name="lion",
         implementation=OptimizerClass(
-            path=f"{_OURS}.lion.Lion",
+            path=f"{_OURS}.updates.Lion",
             rule="Lion",
             elementwise=True,
             per_parameter=True,

@@ -329,7 +329,7 @@ class Switch:
         transform: ``module:function`` that applies it to the model, an ``engines.assembly.Transform``.
         exported: module that marks and reads folders of changed models that ``from_pretrained`` cannot read.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
-        receipt_hooks: ``module:Class`` of an ``engines.receipt.Receipt`` that takes the measurements of this switch
+        receipt_hooks: ``module:Class`` of an ``engines.contract.Receipt`` that takes the measurements of this switch
             alone.
         acted: checks the measurements of the first step. It returns None, or, if the switch did nothing, a sentence
             about what was expected and what was measured. The run then ends.

@@ -19,13 +19,13 @@ from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
 from rapidformer_templates.data.types import Endless, SampleSet, checked_data
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.backwards_in_loss import until_first_backward
+from rapidformer_templates.engines.backwards import until_first_backward
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.embedding_noise import add_noise
+from rapidformer_templates.engines.current_batch import add_noise
+from rapidformer_templates.engines.forwards import preserve_state
 from rapidformer_templates.engines.loss import notes_about
 from rapidformer_templates.engines.recipe import FirstUses, OptimizerSpec, depths_of, undecayed
-from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError, DataError, ModelError
 from rapidformer_templates.models.adapters import new_modules_of
 from rapidformer_templates.models.architectures import choose_frequencies, notes_about_frequencies

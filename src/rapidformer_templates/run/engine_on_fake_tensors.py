@@ -17,7 +17,7 @@ from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.engines.receipt import bytes_by_kind
+from rapidformer_templates.engines.contract import bytes_by_kind
 from rapidformer_templates.errors import ConfigError, ModelError, RapidformerError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
 from rapidformer_templates.data.types import SampleSet
-from rapidformer_templates.engines.side_effects import evaluating
+from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.tasks import metric_name, metrics_of
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions

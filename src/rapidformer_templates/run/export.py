@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.weight_average import average_of
+from rapidformer_templates.engines.optimizer_state import average_of
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.loading import (
     class_of,

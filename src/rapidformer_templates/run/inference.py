@@ -16,8 +16,8 @@ from rapidformer_templates.data.loader import eval_requests, load
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.types import Data, kind_of
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flag_values import TEST

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.engines.contract import StepResult
+from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.engines.recipe import Schedule
-from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss, RapidformerError, ReplicasDiffer
 from rapidformer_templates.run import watch
 from rapidformer_templates.run.evaluation import Validation

@@ -16,7 +16,7 @@ from rapidformer_templates.data.finetuning.tables import DataPart, part_of, part
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.base import Inputs, Record
-from rapidformer_templates.engines.side_effects import evaluating
+from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.architectures import positions_of
 from rapidformer_templates.system.workers import Workers

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.boxes import divided_over
-from rapidformer_templates.engines.receipt import Probe, Receipt, bytes_by_kind, storage_elements
+from rapidformer_templates.engines.contract import Probe, Receipt, bytes_by_kind, storage_elements
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import SwitchDidNothing
 from rapidformer_templates.models.blocks import bytes_of, is_quantized, shape_of

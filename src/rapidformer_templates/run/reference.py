@@ -25,7 +25,7 @@ from rapidformer_templates.data.loader import eval_requests, load
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.preference import Preference
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.side_effects import evaluating
+from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.errors import CheckpointError, DataError
 from rapidformer_templates.models.adapters import fingerprint, identity_of, without_adapters
 from rapidformer_templates.planning.flag_values import TEST

@@ -13,7 +13,7 @@ from rapidformer_templates.data.fingerprints import KEPT, Fingerprint, contents,
 from rapidformer_templates.data.loader import field_of
 from rapidformer_templates.data.order import PASSES
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.weight_average import WithoutAverages
+from rapidformer_templates.engines.optimizer_state import WithoutAverages
 from rapidformer_templates.errors import CheckpointError, StorageFailed, counted
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import sample_flags

@@ -23,8 +23,8 @@ from rapidformer_templates.data.collate import samples_in
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import StepResult
+from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.engines.recipe import Schedule
-from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.engines.step import Step
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, OutOfMemory
 from rapidformer_templates.models.architectures import has_chosen_frequencies

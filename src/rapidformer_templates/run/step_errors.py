@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.unused_parameters import WHOLE_WEIGHTS
+from rapidformer_templates.engines.backwards import WHOLE_WEIGHTS
 from rapidformer_templates.errors import DataError, DeviceFailed, NonFiniteLoss, RapidformerError, is_out_of_memory
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers

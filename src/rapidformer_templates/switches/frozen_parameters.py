@@ -128,7 +128,7 @@ SWITCHES = (
             traced=True,
         ),
         transform="rapidformer_templates.switches.frozen_parameters:freeze",
-        receipt_hooks="rapidformer_templates.engines.receipt:TrainedAndFrozen",
+        receipt_hooks="rapidformer_templates.engines.contract:TrainedAndFrozen",
         receipt=("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes"),
         acted=_acted,
         changes_result=True,

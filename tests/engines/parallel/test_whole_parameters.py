@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rapidformer_templates import OptimizerSpec
-from rapidformer_templates.switches.optimizer.lamb import Lamb
+from rapidformer_templates.switches.optimizer.updates import Lamb
 from tests.support.jobs import OTHERS
 from tests.support.parallel_jobs import JOBS, begin, train_all
 from tests.support.parity import reference

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradient_shrink.transform import Shrunk
-from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.receipt import Probe, Receipt
+from rapidformer_templates.engines.contract import Engine, Probe, Receipt
 
 
 class Ratio(Receipt):

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from rapidformer_templates.switches.offload_activations import offloader
+from rapidformer_templates.switches.offload_activations import transform as offloading
 from tests.support import jobs, parallel_jobs, parity, stand_in
 from tests.support.parity import Trained
 from tests.support.stand_in import late
@@ -83,7 +83,7 @@ def train_silently(case: Case) -> Trained:
     every = jobs.JOBS | parallel_jobs.OTHERS
     kind = type("Silent", (every[case.job],), {"on_step_end": _reads_nothing})
     flags = f"{flags_of(case)} --lr 1e-3 --log-interval 1 --device {DEVICE}".split()
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(offloader, "MIN_BYTES", 0):  # small models
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(offloading, "MIN_BYTES", 0):  # small models
         save = ["--save", folder] if "--async-save" in flags or "--profile" in flags else []
         found = parity.trained(kind([*flags, *save]))
         if "--async-save" in flags:

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.stand_in_host import ROOM, StandInHost
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.forwards import Checkpointed
 from rapidformer_templates.engines.parallel.buckets import bucket_size_for
 from rapidformer_templates.engines.parallel.compute_dtype import GradientTypes, parameters_with_masters
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
-from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks, width_of
 from rapidformer_templates.planning.config import RunConfig
@@ -27,8 +27,7 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import with_swi
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.stand_ins import divide, no_loss, silent_group
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
-from rapidformer_templates.switches.offload_activations.offloader import Offloader
-from rapidformer_templates.switches.offload_activations.transform import offload_blocks
+from rapidformer_templates.switches.offload_activations.transform import Offloader, offload_blocks
 from rapidformer_templates.system.workers import Workers
 from tests.support.allocations import measured_allocations
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
@@ -102,7 +101,7 @@ OFFLOADED = [("gpt2", "none", "fp32"), ("gpt2", "full", "fp32"), ("llama", "sele
 @pytest.mark.parametrize(("name", "recompute", "precision"), by_default(OFFLOADED[1:2], OFFLOADED))
 def test_a_trace_knows_what_goes_to_the_host(name: str, recompute: str, precision: str) -> None:
     variant = Variant(4, recompute, precision, offload=True)
-    with mock.patch(f"{ROOM}.offloader.MIN_BYTES", 1024):
+    with mock.patch(f"{ROOM}.transform.MIN_BYTES", 1024):
         predicted = same_shapes(name).trace(variant)
         model = real_model(name, 5, variant)
         offloader = Offloader(StandInHost(), torch.device("cpu"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates.engines.recomputation import Checkpointed
+from rapidformer_templates.engines.forwards import Checkpointed
 from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.environment import installed_packages

@@ -27,8 +27,7 @@ from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.context import divide_context
 from rapidformer_templates.switches.layout.context_attention import repeats_of
 from rapidformer_templates.switches.layout.divided_tensors import DividedRows
-from rapidformer_templates.switches.layout.random_streams import Streams
-from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards
+from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards, Streams
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import _bert
 from tests.support.worker_pool import alone, run_in_workers

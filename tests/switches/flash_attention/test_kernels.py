@@ -12,8 +12,14 @@ from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, T5Co
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.flash_attention.kernels import NAMES, attention, check_attention, count_kernels
-from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
+from rapidformer_templates.switches.flash_attention.kernels import (
+    NAMES,
+    attention,
+    borders_of,
+    check_attention,
+    count_kernels,
+    packed_attention,
+)
 from tests.support import compiled_jobs as _jobs  # noqa: F401 - registers them
 from tests.support.parity import reference, train
 

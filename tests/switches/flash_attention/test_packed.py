@@ -10,9 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.switches.flash_attention import packed
-from rapidformer_templates.switches.flash_attention.kernels import NAMES, count_kernels
-from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
+from rapidformer_templates.switches.flash_attention import kernels
+from rapidformer_templates.switches.flash_attention.kernels import NAMES, borders_of, count_kernels, packed_attention
 from tests.support.packed_rows import _gradients, _loss, _model, _packed_batch, _samples
 
 TOKENS = 11
@@ -78,11 +77,11 @@ def test_queries_in_a_wider_type_are_rounded_to_that_of_the_values() -> None:
 def test_operators_keep_torchs_contract() -> None:
     """Schema, shapes without data, autograd and tracing with varying sizes, as torch checks them itself."""
     borders = borders_of(_follows())
-    torch.library.opcheck(packed._on_cpu, (*_tensors(torch.float64, 2), borders, SCALE))
+    torch.library.opcheck(kernels._on_cpu, (*_tensors(torch.float64, 2), borders, SCALE))
     query, key, value = (tensor.detach() for tensor in _tensors(torch.float64, 2))
-    output, log_sums = packed._on_cpu(query, key, value, borders, SCALE)
+    output, log_sums = kernels._on_cpu(query, key, value, borders, SCALE)
     arguments = (torch.randn_like(output), query, key, value, output, log_sums, borders, SCALE)
-    torch.library.opcheck(packed._backward_on_cpu, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(kernels._backward_on_cpu, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 class _Largest(TorchDispatchMode):

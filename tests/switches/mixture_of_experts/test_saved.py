@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rapidformer_templates.switches.mixture_of_experts.exported import load_mixture
+from rapidformer_templates.switches.mixture_of_experts.transform import load_mixture
 from tests.support.jobs import CausalJob
 from tests.support.mixtures import MixtralJob
 

@@ -11,14 +11,12 @@ import torch
 from torch import nn
 
 from benchmarks.stand_in_host import ROOM, StandInHost
-from rapidformer_templates.engines.recomputation import Checkpointed
-from rapidformer_templates.engines.side_effects import preserve_state
+from rapidformer_templates.engines.forwards import Checkpointed, preserve_state
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
-from rapidformer_templates.switches.offload_activations import offloader as room
-from rapidformer_templates.switches.offload_activations.offloader import Offloader
-from rapidformer_templates.switches.offload_activations.transform import offload_blocks
+from rapidformer_templates.switches.offload_activations import transform as room
+from rapidformer_templates.switches.offload_activations.transform import Offloader, offload_blocks
 from tests.support.model_shapes import MODELS, TOKENS
 
 CPU = torch.device("cpu")
@@ -27,7 +25,7 @@ BLOCKS = 4
 
 @pytest.fixture(autouse=True)
 def _small_storages_go() -> Iterator[None]:
-    with mock.patch(f"{ROOM}.offloader.MIN_BYTES", 1024):
+    with mock.patch(f"{ROOM}.transform.MIN_BYTES", 1024):
         yield
 
 

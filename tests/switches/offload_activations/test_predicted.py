@@ -23,7 +23,7 @@ HERE, AWAY = MemoryOptions(gpu=True), MemoryOptions(gpu=True, offloads_activatio
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[ModelShapes]:
-    with mock.patch(f"{ROOM}.offloader.MIN_BYTES", 1024):
+    with mock.patch(f"{ROOM}.transform.MIN_BYTES", 1024):
         yield shapes("gpt2", blocks=8)
 
 

@@ -12,7 +12,7 @@ from rapidformer_templates.engines.recipe import OptimizerSpec, default_optimize
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.optimizer.lamb import Lamb
+from rapidformer_templates.switches.optimizer.updates import Lamb
 
 
 def test_lamb_follows_algorithm_2_in_fp64() -> None:
@@ -68,7 +68,7 @@ def test_parameters_with_equal_options_share_a_group() -> None:
         ("torch.optim.AdamW (fused)", torch.optim.AdamW, True),
         ("torch.optim.AdamW", torch.optim.AdamW, None),
         ("torch.optim.Adafactor", torch.optim.Adafactor, None),
-        ("rapidformer_templates.switches.optimizer.lamb.Lamb", Lamb, None),
+        ("rapidformer_templates.switches.optimizer.updates.Lamb", Lamb, None),
     ],
 )
 def test_the_plan_decides_the_class(implementation: str, kind: type, fused: bool | None) -> None:

@@ -12,14 +12,11 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates.engines.host_optimizer import HostOptimizer
-from rapidformer_templates.engines.optimizer_state import plain_tensors, state_tensors
+from rapidformer_templates.engines.optimizer_state import HostOptimizer, plain_tensors, state_tensors
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.models.blocks import tables_of
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
-from rapidformer_templates.switches.optimizer.anyprecision import AnyPrecisionAdamW
-from rapidformer_templates.switches.optimizer.lion import Lion
-from rapidformer_templates.switches.optimizer.muon import Muon, rule_by_shape
+from rapidformer_templates.switches.optimizer.updates import AnyPrecisionAdamW, Lion, Muon, rule_by_shape
 
 LR, DECAY, BETA1, BETA2, EPS = 0.01, 0.1, 0.9, 0.999, 1e-8
 SHAPE = (64, 128)

@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.forwards import Checkpointed
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
@@ -85,7 +85,7 @@ class Held:
         with silent_neighbours(rank) as workers, LiveStorages() as live:
             engine = _engine(name, workers, precision, recompute)
             if rank:
-                engine._links._known[rank - 1, pipeline_engine._shapes(rows[0].batch)] = (
+                engine.links._known[rank - 1, pipeline_engine._shapes(rows[0].batch)] = (
                     torch.float32,
                     (SAMPLES, LENGTH, WIDTH),
                 )

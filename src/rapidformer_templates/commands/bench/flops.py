@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
+from rapidformer_templates.engines.current_batch import mask_answers, watch_positions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -53,7 +53,7 @@ class ParallelEngine(SingleEngine):
         types = plan.engine_options.master_weights  # None if parameters keep their type
         self._gradient_types = types and GradientTypes(TYPES[types.accumulate], TYPES[types.reduce])
         self._sharded_gradients: ShardedGradients
-        self._last = False  # whether gradients are complete after this micro batch
+        self.is_last = False  # whether gradients are complete after this micro batch
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         self.model = model.train()
@@ -133,15 +133,15 @@ class ParallelEngine(SingleEngine):
                 dist.broadcast(local_part(tensor), group=copies.group, group_src=0)
 
     @property
-    def _gradient_divisor(self) -> float:
+    def gradient_divisor(self) -> float:
         return 1 / self.workers.context  # the shards are sums
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
-        self._last = last
+    def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
+        self.is_last = last
         return nullcontext()
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self._sharded_gradients.begin_backward(last=self._last)
+        self._sharded_gradients.begin_backward(last=self.is_last)
         super()._backward(loss)
         self._sharded_gradients.end_backward()
 
@@ -160,7 +160,7 @@ class ParallelEngine(SingleEngine):
     def _weights_were_set(self) -> None:
         self._sharded_gradients.all_gather_parameters()
 
-    def _drop_gradients(self) -> None:
+    def drop(self) -> None:
         self._sharded_gradients.drop()
 
     def local_tensors(self) -> dict[str, list[torch.Tensor]]:

@@ -33,15 +33,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from rapidformer_templates.engines.recomputation import Checkpointed
+from rapidformer_templates.engines.forwards import Checkpointed
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.fake_kernels import run
 from rapidformer_templates.switches.auto_strategy.stand_ins import DATA_DEPENDENT_OPS, GROUPED_PRODUCT, answer
 from rapidformer_templates.switches.auto_strategy.trace import Phase, PhaseSegment, Product, Trace
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
-from rapidformer_templates.switches.offload_activations.offloader import Counts, Offloader, Wait
-from rapidformer_templates.switches.offload_activations.transform import offload_blocks
+from rapidformer_templates.switches.offload_activations.transform import Counts, Offloader, Wait, offload_blocks
 
 Batch = Mapping[str, torch.Tensor]
 MeanLoss = Callable[[nn.Module, Batch], torch.Tensor]

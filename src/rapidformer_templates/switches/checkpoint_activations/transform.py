@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.receipt import Probe, Receipt, sum_of_bits
-from rapidformer_templates.engines.recomputation import PRODUCTS, Checkpointed, checkpointed_forward
+from rapidformer_templates.engines.contract import Probe, Receipt, sum_of_bits
+from rapidformer_templates.engines.forwards import PRODUCTS, Checkpointed, checkpointed_forward
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags

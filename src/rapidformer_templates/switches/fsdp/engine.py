@@ -19,13 +19,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.engines.backwards_in_loss import Derivatives
+from rapidformer_templates.engines.backwards import Derivatives, ForwardSequenceCheck
 from rapidformer_templates.engines.construction import take_part
-from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.contract import Engine, Receipt, bytes_by_kind, sum_of_bits
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.receipt import Receipt, bytes_by_kind, sum_of_bits
 from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, local_part
-from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks, is_quantized, note_shape, shape_of
 from rapidformer_templates.planning.plan import Plan, expert_shard_dim, shards_of_experts
@@ -249,7 +247,8 @@ class FSDPEngine(SingleEngine):
                     hint="write out = out + y instead of out += y, or change a clone of it",
                 )
 
-    def _begin_step(self) -> None:
+    def drop(self) -> None:
+        super().drop()
         self._used.clear()
 
     def _unused_here(self) -> Sequence[int]:
@@ -265,7 +264,7 @@ class FSDPEngine(SingleEngine):
         sharded = [p for unit in units for group in _groups(unit) for p in group.fsdp_params]
         return [*self.model.parameters(), *(p.unsharded_param for p in sharded if hasattr(p, "_unsharded_param"))]
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
+    def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         self._views, self._in_forward = [], True
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
         if not self.reshards:

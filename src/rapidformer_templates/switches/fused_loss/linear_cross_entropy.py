@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from rapidformer_templates.engines.backwards_in_loss import in_loss
+from rapidformer_templates.engines.backwards import in_loss
 from rapidformer_templates.models.divided_tensor import VocabularyShard, losses_and_slope
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "accelerator": 512 * 2**20}

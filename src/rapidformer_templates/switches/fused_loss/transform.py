@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.receipt import Probe, Receipt
+from rapidformer_templates.engines.contract import Probe, Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.divided_tensor import (
     DividedTensor,

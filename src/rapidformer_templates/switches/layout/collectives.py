@@ -13,15 +13,17 @@ an all-reduce is an all-reduce of the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
-from rapidformer_templates.engines.recomputation import matmuls_are_saved
+from rapidformer_templates.engines.forwards import matmuls_are_saved
 from rapidformer_templates.system import workers
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class Peers:
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def sum_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the workers, and leave ``tensor`` unchanged, because autograd's other nodes may hold it."""
+        return self.sum(tensor.detach().clone(memory_format=torch.contiguous_format))
+
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the maximum over the workers. ``tensor`` is overwritten with it."""
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
@@ -81,6 +87,13 @@ class Peers:
         share = whole.narrow(dim, begin, end - begin)
         return (share if step is None else _padded(share, dim, step)).contiguous()
 
+    def all_to_all(self, x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
+        """Send each worker its part of ``x`` along ``split_dim``, and join the received ones along ``concat_dim``."""
+        parts = torch.stack(x.chunk(self.size, split_dim))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        return torch.cat(received.unbind(), concat_dim)
+
 
 def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     missing = length - tensor.shape[dim]
@@ -91,44 +104,33 @@ def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
-class PeersContext(FunctionCtx):
-    """Values that the forward of a collective saves for its backward."""
-
+class _Context(FunctionCtx):
     peers: Peers
+    gradient_of: Transform
 
 
-class _GatherContext(PeersContext):
-    dim: int
-    shard_length: int
-    partial: bool
-
-
-class _ScatterContext(PeersContext):
-    dim: int
-    length: int
-
-
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: PeersContext, x: torch.Tensor, peers: Peers) -> torch.Tensor:
-        ctx.peers = peers
-        return x.view_as(x)
+class _Operation(torch.autograd.Function):
+    """Computes a tensor from another one with ``forward``, and the gradient of its argument with ``backward``."""
 
     @staticmethod
-    def backward(ctx: PeersContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Other nodes may hold this gradient, so it is not summed in place.
-        return ctx.peers.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+    def forward(ctx: _Context, forward: Transform, backward: Transform, x: torch.Tensor) -> torch.Tensor:
+        ctx.gradient_of = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        return None, None, ctx.gradient_of(gradient)
 
 
 class _CopyAllToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: PeersContext, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: _Context, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.peers = peers
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: PeersContext, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         present = [gradient for gradient in gradients if gradient is not None]
         sums: Iterator[torch.Tensor] = iter(())
         if present:
@@ -138,60 +140,15 @@ class _CopyAllToRegion(torch.autograd.Function):
         return None, *(None if gradient is None else next(sums) for gradient in gradients)
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: PeersContext, x: torch.Tensor, peers: Peers) -> torch.Tensor:
-        return peers.sum(x.detach().clone() if matmuls_are_saved() else x.detach())
-
-    @staticmethod
-    def backward(ctx: PeersContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: _GatherContext, x: torch.Tensor, peers: Peers, dim: int, length: int, partial: bool
-    ) -> torch.Tensor:
-        ctx.peers, ctx.dim, ctx.partial = peers, dim, partial
-        ctx.shard_length = x.shape[dim]
-        return peers.gather(x, dim, length)
-
-    @staticmethod
-    def backward(ctx: _GatherContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        if ctx.partial:
-            share = ctx.peers.reduce_scatter(gradient, ctx.dim, ctx.shard_length)
-        else:
-            share = ctx.peers.scatter(gradient, ctx.dim, ctx.shard_length)
-        return share, None, None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _ScatterContext, x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
-        ctx.peers, ctx.dim, ctx.length = peers, dim, x.shape[dim]
-        return peers.reduce_scatter(x, dim, -(-x.shape[dim] // peers.size))
-
-    @staticmethod
-    def backward(ctx: _ScatterContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.peers.gather(gradient, ctx.dim, ctx.length), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _ScatterContext, x: torch.Tensor, peers: Peers, dim: int, even: bool) -> torch.Tensor:
-        ctx.peers, ctx.dim, ctx.length = peers, dim, x.shape[dim]
-        return peers.scatter(x, dim, -(-x.shape[dim] // peers.size) if even else None)
-
-    @staticmethod
-    def backward(ctx: _ScatterContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.peers.gather(gradient, ctx.dim, ctx.length), None, None, None
+def _differentiable(x: torch.Tensor, forward: Transform, backward: Transform) -> torch.Tensor:
+    """Return ``forward(x)``. The gradient of ``x`` is ``backward`` of the gradient of the result."""
+    result: torch.Tensor = _Operation.apply(forward, backward, x)
+    return result
 
 
 def copy_to_region(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """Pass a whole tensor into divided layers. The backward pass sums the partial gradients that come from them."""
-    result: torch.Tensor = _CopyToRegion.apply(x, peers)
-    return result
+    return _differentiable(x, lambda x: x.view_as(x), peers.sum_copy)
 
 
 def copy_all_to_region(tensors: Sequence[torch.Tensor], peers: Peers) -> tuple[torch.Tensor, ...]:
@@ -205,8 +162,11 @@ def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
 
     The result overwrites ``x``, unless a backward reads ``x`` again.
     """
-    result: torch.Tensor = _AllReduce.apply(x, peers)
-    return result
+    return _differentiable(
+        x,
+        lambda x: peers.sum(x.detach().clone() if matmuls_are_saved() else x.detach()),
+        lambda gradient: gradient,
+    )
 
 
 def gather(x: torch.Tensor, peers: Peers, dim: int, length: int, *, partial: bool) -> torch.Tensor:
@@ -219,14 +179,18 @@ def gather(x: torch.Tensor, peers: Peers, dim: int, length: int, *, partial: boo
         length: the length of the whole tensor. Anything beyond it in the shares is padding.
         partial: whether the result goes into divided layers, so that its gradient is partial.
     """
-    result: torch.Tensor = _AllGather.apply(x, peers, dim % x.ndim, length, partial)
-    return result
+    dim, step = dim % x.ndim, x.shape[dim]
+    share_of = peers.reduce_scatter if partial else peers.scatter
+    return _differentiable(x, lambda x: peers.gather(x, dim, length), lambda gradient: share_of(gradient, dim, step))
 
 
 def reduce_scatter(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
     """Reduce-scatter a partial tensor along ``dim``. All shares have the same length."""
-    result: torch.Tensor = _ReduceScatter.apply(x, peers, dim)
-    return result
+    length = x.shape[dim]
+    step = -(-length // peers.size)
+    return _differentiable(
+        x, lambda x: peers.reduce_scatter(x, dim, step), lambda gradient: peers.gather(gradient, dim, length)
+    )
 
 
 def scatter(x: torch.Tensor, peers: Peers, dim: int, *, even: bool) -> torch.Tensor:
@@ -234,48 +198,16 @@ def scatter(x: torch.Tensor, peers: Peers, dim: int, *, even: bool) -> torch.Ten
 
     ``even`` pads it to the length of the longest share.
     """
-    result: torch.Tensor = _Scatter.apply(x, peers, dim % x.ndim, even)
-    return result
-
-
-class _AllToAllContext(PeersContext):
-    split_dim: int
-    concat_dim: int
-
-
-class _AllReduceBothWays(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: PeersContext, x: torch.Tensor, peers: Peers) -> torch.Tensor:
-        ctx.peers = peers
-        return peers.sum(x.detach().clone())
-
-    @staticmethod
-    def backward(ctx: PeersContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.peers.sum(gradient.clone(memory_format=torch.contiguous_format)), None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _AllToAllContext, x: torch.Tensor, peers: Peers, split_dim: int, concat_dim: int) -> torch.Tensor:
-        ctx.peers, ctx.split_dim, ctx.concat_dim = peers, split_dim, concat_dim
-        return _exchange_parts(x, peers, split_dim, concat_dim)
-
-    @staticmethod
-    def backward(ctx: _AllToAllContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange_parts(gradient, ctx.peers, ctx.concat_dim, ctx.split_dim), None, None, None
-
-
-def _exchange_parts(x: torch.Tensor, peers: Peers, split_dim: int, concat_dim: int) -> torch.Tensor:
-    parts = torch.stack(x.chunk(peers.size, split_dim))
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=peers.group)
-    return torch.cat(received.unbind(), concat_dim)
+    dim, length = dim % x.ndim, x.shape[dim]
+    step = -(-length // peers.size) if even else None
+    return _differentiable(
+        x, lambda x: peers.scatter(x, dim, step), lambda gradient: peers.gather(gradient, dim, length)
+    )
 
 
 def all_reduce_both_ways(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """All-reduce: sum a tensor over the workers."""
-    result: torch.Tensor = _AllReduceBothWays.apply(x, peers)
-    return result
+    return _differentiable(x, peers.sum_copy, peers.sum_copy)
 
 
 def all_to_all(x: torch.Tensor, peers: Peers, *, split_dim: int, concat_dim: int) -> torch.Tensor:
@@ -287,5 +219,8 @@ def all_to_all(x: torch.Tensor, peers: Peers, *, split_dim: int, concat_dim: int
         split_dim: the dimension that is whole before.
         concat_dim: the dimension that is whole after.
     """
-    result: torch.Tensor = _AllToAll.apply(x, peers, split_dim, concat_dim)
-    return result
+    return _differentiable(
+        x,
+        lambda x: peers.all_to_all(x, split_dim, concat_dim),
+        lambda gradient: peers.all_to_all(gradient, concat_dim, split_dim),
+    )

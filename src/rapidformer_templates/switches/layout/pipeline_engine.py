@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import ComputeLoss
+from rapidformer_templates.engines.forwards import checkpointed_forward
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.engines.recomputation import checkpointed_forward
 from rapidformer_templates.engines.step import Step, seed_forward
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.switches.layout.pipeline import StageRunner
@@ -152,9 +153,9 @@ class PipelineEngine(ParallelEngine):
         super()._build(model, recipe)
         parts, workers = self.assembly.placement.parts, self.workers
         assert parts is not None, "the pipeline switch cuts the model"
-        self._parts = len(parts)
-        self._stage_runner = StageRunner(self.assembly, begins=workers.pipeline_rank == 0, ends=workers.ends_pipeline)
-        self._links = Links(workers, leaving=LEAVING * self._parts)
+        self.parts = len(parts)
+        self.stage_runner = StageRunner(self.assembly, begins=workers.pipeline_rank == 0, ends=workers.ends_pipeline)
+        self.links = Links(workers, leaving=LEAVING * self.parts)
         # Without recomputation of every block, the graphs of a step keep autocast's copies of weights.
         self._keeps_casts = any(checkpointed_forward(block) is None for block in self.assembly.blocks.values())
 
@@ -172,7 +173,7 @@ class PipelineEngine(ParallelEngine):
         return torch.autocast(self.workers.device.type, enabled=False)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self.backward_of_part(self._parts - 1, loss)
+        self.backward_of_part(self.parts - 1, loss)
 
     def backward_of_part(
         self, part: int, output: torch.Tensor | GradientEdge | None, gradient: torch.Tensor | None = None
@@ -182,7 +183,7 @@ class PipelineEngine(ParallelEngine):
         Args:
             output: None if everything before it is frozen.
         """
-        self._sharded_gradients.begin_backward(part, last=self._last)
+        self._sharded_gradients.begin_backward(part, last=self.is_last)
         if output is not None:
             torch.autograd.backward(output, gradient)
         self._sharded_gradients.end_backward()
@@ -190,7 +191,7 @@ class PipelineEngine(ParallelEngine):
     @property
     def last_stage(self) -> int:
         """Index of the last stage of the whole model."""
-        return self.workers.pipeline * self._parts - 1
+        return self.workers.pipeline * self.parts - 1
 
     @torch.no_grad()
     def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
@@ -198,12 +199,12 @@ class PipelineEngine(ParallelEngine):
         key = _shapes(microbatch.batch)
         evaluated: tuple[float, Any] = (0.0, None)
         evaluate = partial(super().eval_batch, microbatch, compute_loss)
-        for part in range(self._parts):
+        for part in range(self.parts):
             stage = part * self.workers.pipeline + self.workers.pipeline_rank
-            hidden = self._links.receive_forward(stage, key).unpack() if stage else None
-            output = self._stage_runner.run(part, hidden, evaluate)
+            hidden = self.links.receive_forward(stage, key).unpack() if stage else None
+            output = self.stage_runner.run(part, hidden, evaluate)
             if isinstance(output, torch.Tensor):
-                self._links.send_forward(stage, key, output)
+                self.links.send_forward(stage, key, output)
             else:
                 evaluated = output
         return evaluated
@@ -211,8 +212,20 @@ class PipelineEngine(ParallelEngine):
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
         """Prepare a forward through all blocks of this worker, with zeros in place of another stage's output."""
-        with super().measuring() as model, self._stage_runner.measure():
+        with super().measuring() as model, self.stage_runner.measure():
             yield model
+
+
+@dataclass(init=False)
+class _Passage:
+    """A micro batch in one stage, from its arrival to the end of its backward. A field exists while it is needed."""
+
+    incoming: PendingRecv  # the hidden state, and later the gradient of the output
+    hidden: torch.Tensor  # the input of the stage
+    output: torch.Tensor  # until it is sent, or the loss
+    graph: GradientEdge | None
+    gradient: torch.Tensor  # of the input, until it is sent
+    recorded: object  # by the model's own losses
 
 
 class PipelineStep(Step):
@@ -220,20 +233,14 @@ class PipelineStep(Step):
 
     def __init__(self, engine: PipelineEngine, microbatches: Sequence[MicroBatch], targets: float) -> None:
         super().__init__(engine, microbatches, targets)
-        self.engine, self.links = engine, engine._links
+        self.engine, self.links = engine, engine.links
         self._keys = [_shapes(microbatch.batch) for microbatch in microbatches]
-        self._incoming: dict[Action, PendingRecv] = {}
-        self._inputs: dict[tuple[int, int], torch.Tensor] = {}
-        self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # until they are sent
-        self._losses: dict[int, torch.Tensor] = {}
-        self._graphs: dict[tuple[int, int], GradientEdge | None] = {}
-        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
-        self._recorded: dict[tuple[int, int], object] = {}  # by the model's own losses
+        self._passages: defaultdict[tuple[int, int], _Passage] = defaultdict(_Passage)  # by stage and micro batch
 
     def accumulate(self) -> None:
         engine = self.engine
         with engine.shared_autocast_cache():
-            schedules = with_transfers(engine.workers.pipeline, engine._parts, len(self.microbatches))
+            schedules = with_transfers(engine.workers.pipeline, engine.parts, len(self.microbatches))
             for action in schedules[engine.workers.pipeline_rank]:
                 self.do(action)
         self.links.flush()
@@ -241,68 +248,67 @@ class PipelineStep(Step):
 
     def do(self, action: Action) -> None:
         kind, stage, number = action
-        index = (stage, number)
+        passage, key = self._passages[stage, number], self._keys[number]
         if kind is Kind.FORWARD:
-            self._forward_of_stage(stage, number)
+            self._forward_of_stage(stage, number, passage)
         elif kind is Kind.BACKWARD:
-            self._backward_of_stage(stage, number)
+            self._backward_of_stage(stage, number, passage)
         elif kind is Kind.RECEIVE_FORWARD:
-            self._incoming[action] = self.links.receive_forward(stage, self._keys[number])
+            passage.incoming = self.links.receive_forward(stage, key)
         elif kind is Kind.SEND_FORWARD:
-            self.links.send_forward(stage, self._keys[number], self._outputs.pop(index))
+            self.links.send_forward(stage, key, passage.output)
+            del passage.output
         elif kind is Kind.RECEIVE_BACKWARD:
-            self._incoming[action] = self.links.receive_backward(stage, self._keys[number])
+            passage.incoming = self.links.receive_backward(stage, key)
         else:
-            self.links.send_backward(stage, self._gradients.pop(index))
+            self.links.send_backward(stage, passage.gradient)
+            del self._passages[stage, number]
 
-    def _forward_of_stage(self, stage: int, number: int) -> None:
+    def _forward_of_stage(self, stage: int, number: int, passage: _Passage) -> None:
         engine, microbatch = self.engine, self.microbatches[number]
         engine.workers.clock.enter(FORWARD)
         hidden = None
         if stage:
-            hidden = self._incoming.pop(Action(Kind.RECEIVE_FORWARD, stage, number)).unpack().requires_grad_()
-            self._inputs[stage, number] = hidden
+            hidden = passage.hidden = passage.incoming.unpack().requires_grad_()
+            del passage.incoming
 
         def body() -> torch.Tensor:
             if stage == engine.last_stage:
                 return self._end_forward(engine.compute_loss(*self._begin_forward(microbatch, stage)))
             seed_forward(microbatch, stage)
-            with engine._forward_context(microbatch) as batch:
+            with engine.forward(microbatch) as (_, batch):
                 return engine.compute_loss(engine.model, batch)
 
-        output = engine._stage_runner.run(stage // engine.workers.pipeline, hidden, body)
-        if engine._auxiliary:
-            self._recorded[stage, number] = engine._auxiliary.recorded()
-        if stage == engine.last_stage:
-            self._losses[number] = output
-        else:
+        passage.output = engine.stage_runner.run(stage // engine.workers.pipeline, hidden, body)
+        if engine.assembly.losses:
+            passage.recorded = engine.assembly.losses.recorded()
+        if stage != engine.last_stage:
             # The backward needs only the graph. The next stage has the values, unless the graph itself saves them.
-            self._graphs[stage, number] = get_gradient_edge(output) if output.requires_grad else None
-            self._outputs[stage, number] = output
+            passage.graph = get_gradient_edge(passage.output) if passage.output.requires_grad else None
 
-    def _backward_of_stage(self, stage: int, number: int) -> None:
+    def _backward_of_stage(self, stage: int, number: int, passage: _Passage) -> None:
         engine, part = self.engine, stage // self.engine.workers.pipeline
-        engine._last = number == len(self.microbatches) - 1
+        engine.is_last = number == len(self.microbatches) - 1
         engine.workers.clock.enter(BACKWARD)
-        self._follow(stage, number)
+        self._follow(stage, number, passage)
         if stage == engine.last_stage:
-            self._begin_backward(self._losses.pop(number), self.microbatches[number])
+            self._begin_backward(passage.output, self.microbatches[number])
         else:
-            gradient = self._incoming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
-            engine.backward_of_part(part, self._graphs.pop((stage, number)), gradient)
+            engine.backward_of_part(part, passage.graph, passage.incoming.unpack())
+        del self._passages[stage, number]
         if stage:
-            hidden = self._inputs.pop((stage, number))
-            self._gradients[stage, number] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+            gradient = passage.hidden.grad
+            self._passages[stage, number].gradient = torch.zeros_like(passage.hidden) if gradient is None else gradient
         engine.micro_steps += part == 0
 
-    def _follow(self, stage: int, number: int) -> None:
+    def _follow(self, stage: int, number: int, passage: _Passage) -> None:
         """Include the model's auxiliary losses in a backward. On the last stage, they follow the loss itself."""
         engine = self.engine
-        if engine._auxiliary:
-            engine._auxiliary.recall(self._recorded.pop((stage, number)))
+        if engine.assembly.losses:
+            engine.assembly.losses.recall(passage.recorded)
             if stage != engine.last_stage:
                 scale = engine.loss_scale.scale if engine.loss_scale else torch.ones((), device=engine.workers.device)
-                engine._auxiliary.follow_without_loss(self.microbatches[number], scale * engine._gradient_divisor)
+                engine.assembly.losses.follow_without_loss(self.microbatches[number], scale * engine.gradient_divisor)
 
 
 def _shapes(batch: object) -> Hashable:

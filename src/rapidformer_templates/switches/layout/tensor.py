@@ -15,14 +15,17 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.construction import ModelUnderConstruction, take_part
-from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.receipt import Receipt
+from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.layout import tensor_plan
 from rapidformer_templates.switches.layout import tensor_styles as tensor_styles
 from rapidformer_templates.switches.layout.collectives import Peers
-from rapidformer_templates.switches.layout.random_streams import Streams, draws_random_numbers
-from rapidformer_templates.switches.layout.sequence_shards import OnWholeSequence, SequenceShards
+from rapidformer_templates.switches.layout.sequence_shards import (
+    OnWholeSequence,
+    SequenceShards,
+    Streams,
+    draws_random_numbers,
+)
 from rapidformer_templates.switches.layout.tensor_layers import (
     AroundColumns,
     Divided,

@@ -31,8 +31,7 @@ from rapidformer_templates.switches.layout.divided_tensors import (
     DividedVocabularyShard,
     check_inside,
 )
-from rapidformer_templates.switches.layout.random_streams import Streams
-from rapidformer_templates.switches.layout.sequence_shards import DIM, SequenceShards, first_argument
+from rapidformer_templates.switches.layout.sequence_shards import DIM, SequenceShards, Streams, first_argument
 
 Forward = Callable[..., Any]
 

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.engines.backwards_in_loss import Derivatives, checked_backwards
-from rapidformer_templates.engines.unused_parameters import reached_parameters
+from rapidformer_templates.engines.backwards import Derivatives, checked_backwards, reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.models.blocks import (
     HIDDEN,

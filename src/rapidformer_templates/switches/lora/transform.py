@@ -20,9 +20,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.contract import Engine, TrainedAndFrozen, merge_by_name
 from rapidformer_templates.engines.local import COMPUTE_TYPES
-from rapidformer_templates.engines.receipt import TrainedAndFrozen, merge_by_name
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import (

@@ -177,7 +177,7 @@ SWITCHES = (
         ),
         notes=_notes,
         transform="rapidformer_templates.switches.mixture_of_experts.transform:mixture_of_experts",
-        exported="rapidformer_templates.switches.mixture_of_experts.exported",
+        exported="rapidformer_templates.switches.mixture_of_experts.transform",
         receipt=("expert_load", "expert_load_by_layer", "dropped_choices"),
         acted=_acted,
         changes_result=True,

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.receipt import Receipt
-from rapidformer_templates.engines.recomputation import Checkpointed
+from rapidformer_templates.engines.contract import Engine, Receipt
+from rapidformer_templates.engines.forwards import Checkpointed
 from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.models.divided_tensor import LossHead
 

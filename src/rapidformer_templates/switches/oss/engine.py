@@ -16,10 +16,10 @@ from fairscale.optim import OSS
 from torch import nn
 from torch.autograd import Variable
 
+from rapidformer_templates.engines.backwards import GradientSequence
 from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.shards import NO_COPIES, Copies, Shard, ShardKind
-from rapidformer_templates.engines.unused_parameters import GradientSequence
 from rapidformer_templates.errors import RapidformerError
 
 
@@ -78,8 +78,8 @@ class OSSEngine(_ShardedState, DDPEngine):
     def _distribute(self) -> nn.Module:
         return super()._distribute() if self._is_sharded else self.model
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
-        return super()._accumulation_context(last=last) if self._is_sharded else nullcontext()
+    def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
+        return super().accumulation(last=last) if self._is_sharded else nullcontext()
 
 
 class SDPEngine(_ShardedState):
@@ -97,7 +97,7 @@ class SDPEngine(_ShardedState):
     def _gradient_copies(self, shard: Shard) -> Copies:
         return NO_COPIES if self._is_sharded else super()._gradient_copies(shard)
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
+    def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last or not self._is_sharded else self._sdp.no_sync()
 
     def _unused_here(self) -> Sequence[int]:

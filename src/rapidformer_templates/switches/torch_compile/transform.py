@@ -16,13 +16,11 @@ from torch import nn
 from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.contract import Engine, Receipt
+from rapidformer_templates.engines.forwards import checkpointed_forward
 from rapidformer_templates.engines.loss import LossLayer
-from rapidformer_templates.engines.receipt import Receipt
-from rapidformer_templates.engines.recomputation import checkpointed_forward
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.layout.random_streams import draws_random_numbers
-from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards
+from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards, draws_random_numbers
 from rapidformer_templates.switches.layout.tensor_layers import (
     OnLocalParameters,
     local_parameter_layers,

@@ -17,12 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rapidformer_templates.engines.backwards_in_loss import Derivatives
+from rapidformer_templates.engines.backwards import (
+    Derivatives,
+    GradientSequence,
+    reached_parameters,
+    with_unused_parameters,
+)
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec, trained_parameters
 from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
-from rapidformer_templates.engines.unused_parameters import GradientSequence, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, is_quantized, width_of
 from rapidformer_templates.planning.deepspeed_file.settings import LOUD, fill_bucket_sizes
@@ -188,7 +192,7 @@ class DeepSpeedEngine(SingleEngine):
             self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._state.restore_masters(masters)
         self._sequence_check = self._state.sequence_check()
-        self._needs_zero_gradients = self.zero_stage == 3
+        self.needs_zero_gradients = self.zero_stage == 3
         self._sequence = GradientSequence(
             len(self._parameters), self._state.hook_gradients(self._parameters, self._on_gradient_ready)
         )
@@ -256,11 +260,12 @@ class DeepSpeedEngine(SingleEngine):
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {float(norm)}")
         return norm, overflow
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
+    def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         self._deepspeed.set_gradient_accumulation_boundary(last)
         return self._sequence_check.checked() if self._sequence_check else contextlib.nullcontext()
 
-    def _begin_step(self) -> None:
+    def drop(self) -> None:
+        super().drop()
         self._used: set[int] = set()
 
     def _backward(self, loss: torch.Tensor) -> None:

@@ -13,9 +13,20 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines.assembly import Assembly
+from rapidformer_templates.engines.backwards import ForwardSequenceCheck
 from rapidformer_templates.engines.boxes import Index
+from rapidformer_templates.engines.optimizer_state import (
+    AVERAGE,
+    COUNT,
+    PREFIX,
+    check_count,
+    exchange_with_average,
+    group_entries,
+    read_group,
+    split_keys,
+    step_once,
+)
 from rapidformer_templates.engines.shards import (
     Copies,
     Shard,
@@ -26,7 +37,6 @@ from rapidformer_templates.engines.shards import (
     named_tensors,
     whole_shard,
 )
-from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.system import accelerator
@@ -152,7 +162,7 @@ class ZeroState(ABC):
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=False) as flat:
                 state = self._optimizer_state(flat)
-                state |= group_values.group_entries(self.optimizer.optimizer, self._group(index), state)
+                state |= group_entries(self.optimizer.optimizer, self._group(index), state)
                 for fragment in fragments:
                     if kind == "weights":
                         yield fragment.shard(flat)
@@ -170,7 +180,7 @@ class ZeroState(ABC):
                 yield fragment.shard(value, key)
             elif fragment.start == 0 and value is not None:  # a step count, written by the rank with the first element
                 # Store float32, as torch's optimizers do. DeepSpeed's count in plain integers.
-                exact = key.startswith(group_values.PREFIX)
+                exact = key.startswith(PREFIX)
                 count = torch.as_tensor(value).to(None if exact else torch.float32, copy=True)
                 yield whole_shard(f"{fragment.name}/{key}", count)
 
@@ -193,7 +203,7 @@ class ZeroState(ABC):
                 if optimizer_state:
                     self.optimizer.optimizer.state[flat] = self._read_state(flat, fragments, reader)
                     optimizer, group = self.optimizer.optimizer, self._group(index)
-                    values = group_values.read(optimizer, group, [f.name for f in fragments], reader)
+                    values = read_group(optimizer, group, [f.name for f in fragments], reader)
                     optimizer.param_groups[group].update(values)
                 load_weights((fragment.shard(flat) for fragment in fragments), reader)
         for name, tensor in self._unpartitioned_tensors():
@@ -214,7 +224,7 @@ class ZeroState(ABC):
         """Swap the averages with the masters, and update the model."""
         for index in range(len(self.fragments)):
             with self.partition(index, write=True) as flat:
-                weight_average.exchange(flat, self.optimizer.optimizer.state.get(flat, {}))
+                exchange_with_average(flat, self.optimizer.optimizer.state.get(flat, {}))
         self._copy_to_model()
 
     def _read_state(self, flat: torch.Tensor, fragments: list[Fragment], reader: StateReader) -> dict[str, Any]:
@@ -222,8 +232,8 @@ class ZeroState(ABC):
         saved, state = reader.names("optimizer"), self._optimizer_state(flat)
         names = {f.name for f in fragments}
         keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in names}
-        per_parameter, _ = group_values.split(self.optimizer.optimizer, sorted(keys))
-        group_values.check_count(self.optimizer.optimizer, ", ".join(sorted(names)[:2]), sorted(keys))
+        per_parameter, _ = split_keys(self.optimizer.optimizer, sorted(keys))
+        check_count(self.optimizer.optimizer, ", ".join(sorted(names)[:2]), sorted(keys))
         for key in per_parameter:
             saved_fragments = [f for f in fragments if f"{f.name}/{key}" in saved]
             if _is_one_number(key, reader):
@@ -245,7 +255,7 @@ class ZeroState(ABC):
                 state[key] = torch.zeros_like(flat, requires_grad=False)
             for f in saved_fragments:
                 f.shard(state[key]).fill(partial(reader.read, "optimizer", f"{f.name}/{key}"))
-            if key == weight_average.KEY:  # a parameter that no step has updated equals its average
+            if key == AVERAGE:  # a parameter that no step has updated equals its average
                 load_weights((f.shard(state[key]) for f in fragments if f not in saved_fragments), reader)
         return state
 
@@ -266,7 +276,7 @@ def _is_one_number(key: str, reader: StateReader) -> bool:
     """Whether an entry of the optimizer state is one number for a parameter, and not one for each of its elements."""
     weights, entries = reader.names("weights"), reader.names("optimizer").items()
     of_key = ((name, shape) for entry, shape in entries for name, _, last in [entry.rpartition("/")] if last == key)
-    return key == group_values.COUNT or any(shape == () and weights.get(name) for name, shape in of_key)
+    return key == COUNT or any(shape == () and weights.get(name) for name, shape in of_key)
 
 
 class FlatGroups(ZeroState):
@@ -335,7 +345,7 @@ class PartitionedParameters(ZeroState):
 
     def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
         super().__init__(optimizer, assembly, workers)
-        group_values.step_once(optimizer)
+        step_once(optimizer)
         for group in optimizer.fp16_groups:
             fragments, offset = [], 0
             for parameter in group:
