@@ -387,7 +387,7 @@ def test_a_check_names_another_switch_only_for_a_reason() -> None:
 ONNX = {
     "commands/doctor.py": "how to install packages",
     "planning/environment.py": "names and versions of packages",
-    "planning/general_rules.py": "the only other switch that captures the graph, in the example of their rule",
+    "planning/rules.py": "the only other switch that captures the graph, in the example of their rule",
     "run/console.py": "packages whose versions a run prints",
 }
 """Modules outside of its folder that mention ONNX Runtime, and why."""
