@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rapidformer_templates.data.tasks import preference_losses as losses
-from rapidformer_templates.data.tasks.preference_losses import Answers
+from rapidformer_templates.data.tasks import preference as losses
+from rapidformer_templates.data.tasks.preference import Answers
 
 BETA, GAMMA = 0.3, 0.7
 

@@ -18,7 +18,7 @@ from rapidformer_templates.models.model_files import check_not_quantized
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, spelling, to_yaml
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
-from rapidformer_templates.planning.environment import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName, Environment
+from rapidformer_templates.planning.environment import DEVICE_KINDS, DEVICE_MEMORY, Environment
 from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, parse, split
 from rapidformer_templates.planning.flag_values import Epochs, TokenCount, WorkerCounts
 from rapidformer_templates.planning.flags import flag
@@ -64,7 +64,9 @@ class PlanFlags:
         metavar="N",
     )
     local_world_size: int | None = flag(None, "workers on one node (default: all)", metavar="N", minimum=1)
-    device_kind: DeviceKindName | None = flag(None, "plan for GPUs of this kind, which need not be here")
+    device_kind: str | None = flag(
+        None, "plan for GPUs of this kind, which need not be here", choices=tuple(DEVICE_KINDS)
+    )
     device_file: str | None = flag(
         None, "plan for devices that `rapidformer bench calibrate --output FILE` has measured", metavar="FILE"
     )

@@ -145,8 +145,7 @@ def _check_files(values: Values) -> None:
     """
     if launch.is_worker():
         return
-    from rapidformer_templates.data.text.files import data_suffix
-    from rapidformer_templates.data.text.row_writers import ROW_WRITERS
+    from rapidformer_templates.data.text.files import ROW_WRITERS, data_suffix
 
     mistakes = MistakeCollector()
     for name in ("input", "output"):
@@ -309,7 +308,7 @@ def _finish(options: PredictOptions, rows: Iterable[Mapping[str, object]], recor
 
 def _write(output: Path, rows: Iterable[Mapping[str, object]], records: Sequence[object]) -> None:
     """Write the records to a temporary file and rename it, so that the output is never incomplete."""
-    from rapidformer_templates.data.text.row_writers import write_rows
+    from rapidformer_templates.data.text.files import write_rows
     from rapidformer_templates.system.files import finite, sync, writing
 
     temporary = output.with_name(output.name + ".tmp")

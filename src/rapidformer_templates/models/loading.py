@@ -41,7 +41,7 @@ from rapidformer_templates.models.model_files import (
 )
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
-from rapidformer_templates.planning.hub import PRETRAINED, Part, model_folder
+from rapidformer_templates.planning.hub import PRETRAINED, Part, model_folder, reason
 from rapidformer_templates.planning.registry import REGISTRY
 
 WITHOUT_NEW_HEAD = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
@@ -335,7 +335,7 @@ def _load_weights(
         if is_out_of_memory(error):
             raise
         raise ModelError(
-            f"the weights in {path} cannot be read: {_first_line(error)}",
+            f"the weights in {path} cannot be read: {reason(error)}",
             where=PRETRAINED,
             hint="install what its format needs, or name the model that it was made from"
             if quantization_of(folder)
@@ -482,10 +482,6 @@ def quiet_transformers() -> Iterator[None]:
         logging.disable(disabled)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def class_of(model: PreTrainedModel) -> type[PreTrainedModel]:

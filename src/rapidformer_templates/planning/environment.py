@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, get_args
 
 from rapidformer_templates.errors import ConfigError, did_you_mean
 
@@ -34,25 +33,9 @@ AMPERE = (8, 0)
 """The first compute capability with bf16 and tf32 units."""
 
 OPTIONAL_PACKAGES = (
-    "apex",
-    "bitsandbytes",
-    "deepspeed",
-    "fairscale",
-    "flash_attn",
-    "liger_kernel",
-    "mlflow",
-    "onnx",
-    "onnxruntime",
-    "onnxscript",
-    "peft",
-    "tensorboard",
-    "torch_xla",
-    "torchao",
-    "trackio",
-    "triton",
-    "tvm",
-    "wandb",
-)
+    "apex", "bitsandbytes", "deepspeed", "fairscale", "flash_attn", "liger_kernel", "mlflow", "onnx", "onnxruntime",
+    "onnxscript", "peft", "tensorboard", "torch_xla", "torchao", "trackio", "triton", "tvm", "wandb",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -361,18 +344,6 @@ def detect(
 DEVICE_MEMORY = "DEVICE_MEMORY_GB"
 """Environment variable with the memory of a device, in 10^9 bytes."""
 
-DeviceKindName = Literal[
-    "v100-32gb",
-    "a10-24gb",
-    "a100-40gb",
-    "a100-80gb",
-    "rtx-4090-24gb",
-    "l4-24gb",
-    "l40s-48gb",
-    "h100-80gb",
-    "h200-141gb",
-]
-
 
 @dataclass(frozen=True)
 class DeviceKind:
@@ -417,5 +388,3 @@ DEVICE_KINDS: dict[str, DeviceKind] = {
     "h100-80gb": DeviceKind("NVIDIA H100 data sheet, SXM", (9, 0), 80, 67, 989, 989, 3350, 450, 50, 64, 132),
     "h200-141gb": DeviceKind("NVIDIA H200 data sheet, SXM", (9, 0), 141, 67, 989, 989, 4800, 450, 50, 64, 132),
 }
-
-assert tuple(DEVICE_KINDS) == get_args(DeviceKindName)

@@ -18,9 +18,8 @@ from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.data_rules import DATA_RULES
 from rapidformer_templates.planning.flags import SECTIONS
-from rapidformer_templates.planning.general_rules import RULES
+from rapidformer_templates.planning.rules import RULES
 from rapidformer_templates.planning.switch import Finding, Request, Rule, Switch
-from rapidformer_templates.planning.training_rules import TRAINING_RULES
 
 SWITCHES = "rapidformer_templates.switches"
 """The package in which switches are found, and the group of entry points for switches of other packages.
@@ -209,7 +208,7 @@ def _check_unique(switches: Sequence[Switch]) -> None:
                 raise ConfigError(f"{what} {name} is declared twice", where=switch.options.__module__, hint=_WITHOUT)
 
 
-GENERAL = (*RULES, *TRAINING_RULES, *DATA_RULES)
+GENERAL = (*RULES, *DATA_RULES)
 """Rules that belong to no switch."""
 
 REGISTRY = Registry(_discover(), GENERAL)

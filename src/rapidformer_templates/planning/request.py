@@ -123,7 +123,9 @@ def model_facts(config: RunConfig) -> ModelFacts:
     Raises:
         ModelError: that file is not a JSON object.
     """
-    content = _read_config(config.model)
+    folder = config_folder(config.model)
+    # Loading the model will report a folder without this file.
+    content = read_model_config(folder) if folder and config_file(folder).is_file() else {}
     kind = content.get("model_type") if content else config.model.model_type
     facts: dict[str, int | None] = {}
     for name, keys in CONFIG_KEYS.items():
@@ -131,12 +133,6 @@ def model_facts(config: RunConfig) -> ModelFacts:
         value = getattr(config.model, name, None)
         facts[name] = in_file if value is None else value
     return ModelFacts(model_type=kind if isinstance(kind, str) else None, **facts)
-
-
-def _read_config(flags: ModelFlags) -> dict[str, object]:
-    folder = config_folder(flags)
-    # Loading the model will report a folder without this file.
-    return read_model_config(folder) if folder and config_file(folder).is_file() else {}
 
 
 def config_folder(flags: ModelFlags) -> Path | None:

@@ -12,7 +12,7 @@ import pytest
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.zero import file_check, file_switch
+from rapidformer_templates.switches.zero import declaration, file_check
 from rapidformer_templates.switches.zero.file_check import deepspeed_problems
 from rapidformer_templates.system import launch
 from tests.support.requests import GPUS, config_of, on
@@ -57,7 +57,7 @@ def test_what_a_plan_reads_itself_needs_no_child(children: list[Any]) -> None:
 
 
 def test_without_deepspeed_a_note_says_what_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (file_check, file_switch):
+    for module in (file_check, declaration):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     flags = '--deepspeed-config {"zero_optimization":{"overlap_com":true}} --zero-2-memory-optimization'
     plan = resolve(config_of(flags), on(GPUS, world_size=2, local_world_size=2))

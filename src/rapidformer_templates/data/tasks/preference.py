@@ -1,6 +1,8 @@
 """Preference training and reward models.
 
-Preference training teaches a model which answers are wanted. A reward model learns to score answers.
+Preference training teaches a model which answers are wanted. A reward model learns to score answers. The losses are
+pure functions of the log-probabilities of whole answers, and each follows its paper. All are tested against TRL. They
+also follow TRL where a paper leaves a choice open (lengths in IPO, the tokens of the likelihood in ORPO).
 """
 
 from __future__ import annotations
@@ -8,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import PreTrainedModel
 
+from rapidformer_templates.data.collate import IGNORED, shifted_left
 from rapidformer_templates.data.finetuning.chat import find_columns, read_example, rows_of
 from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader
 from rapidformer_templates.data.finetuning.preferences import (
@@ -29,7 +34,6 @@ from rapidformer_templates.data.finetuning.preferences import (
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.data.tasks import preference_losses as losses
 from rapidformer_templates.data.tasks.base import EvalBatch, Inputs, Record, Task, as_data, round_score
 from rapidformer_templates.data.tasks.language_models import ContinuesTexts
 from rapidformer_templates.data.text.bad_lines import BadLines
@@ -40,6 +44,104 @@ from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.tasks import MESSAGES, preference_metrics
 from rapidformer_templates.system.workers import Workers
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Log-probabilities of answers. Each tensor has shape (answers,).
+
+    Attributes:
+        logps: sums over the tokens of each answer.
+        lengths: number of tokens of each answer.
+        reference: the same sums from the reference model. Zeros if the loss needs no reference.
+        whole_nll: negative log-likelihood summed over all tokens, including the prompt.
+    """
+
+    logps: torch.Tensor
+    lengths: torch.Tensor
+    reference: torch.Tensor
+    whole_nll: torch.Tensor
+
+    @property
+    def means(self) -> torch.Tensor:
+        """Mean log-probability per token."""
+        return self.logps / self.lengths
+
+    @property
+    def ratios(self) -> torch.Tensor:
+        """Log-ratio of the probabilities under the model and under the reference."""
+        return self.logps - self.reference
+
+    def halves(self) -> tuple[Answers, Answers]:
+        """Split a batch of pairs into chosen and rejected answers."""
+        parts = [tensor.chunk(2) for tensor in (self.logps, self.lengths, self.reference, self.whole_nll)]
+        return Answers(*(chosen for chosen, _ in parts)), Answers(*(rejected for _, rejected in parts))
+
+
+def answers_of(logits: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Answers:
+    """Compute the log-probability of the labelled tokens in each row. ``reference`` is zeros.
+
+    Args:
+        logits: (rows, tokens, words). They may be sharded over workers.
+        input_ids, mask, labels: (rows, tokens).
+    """
+    targets = shifted_left(torch.where(mask.bool(), input_ids, IGNORED))
+    nll = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    nll = nll.float().view(targets.shape) if nll.dtype != torch.float64 else nll.view(targets.shape)
+    learned = shifted_left(labels) != IGNORED
+    logps = -(nll * learned).sum(1)
+    return Answers(logps, learned.sum(1), torch.zeros_like(logps), nll.sum(1))
+
+
+def dpo(chosen: Answers, rejected: Answers, beta: float) -> torch.Tensor:
+    """Rafailov et al., 2023, equation 7."""
+    return -logsigmoid(beta * (chosen.ratios - rejected.ratios))
+
+
+def ipo(chosen: Answers, rejected: Answers, beta: float) -> torch.Tensor:
+    """Azar et al., 2023, equation 17, with log-probabilities per token. ``beta`` is their tau."""
+    margin = chosen.ratios / chosen.lengths - rejected.ratios / rejected.lengths
+    return (margin - 1 / (2 * beta)) ** 2
+
+
+def simpo(chosen: Answers, rejected: Answers, beta: float, gamma: float) -> torch.Tensor:
+    """Meng et al., 2024, equation 6."""
+    return -logsigmoid(beta * (chosen.means - rejected.means) - gamma)
+
+
+def odds_ratio(chosen: Answers, rejected: Answers) -> torch.Tensor:
+    """Hong et al., 2024, equation 7: the second term of the ORPO loss, before its weight."""
+    return -logsigmoid(_log_odds(chosen.means) - _log_odds(rejected.means))
+
+
+def _log_odds(means: torch.Tensor) -> torch.Tensor:
+    """Compute log(p / (1 - p)) from log p, exact for p near 0 and near 1."""
+    means = means.clamp(max=-torch.finfo(means.dtype).tiny)
+    near_one = means > -0.6931472
+    small = torch.where(near_one, torch.full_like(means, -1.0), means)  # both branches need a finite derivative
+    large = torch.where(near_one, means, torch.full_like(means, -0.5))
+    return means - torch.where(near_one, torch.log(-torch.expm1(large)), torch.log1p(-torch.exp(small)))
+
+
+def kto(
+    answers: Answers, is_good: torch.Tensor, beta: float, drift: float, weights: tuple[float, float]
+) -> torch.Tensor:
+    """Ethayarajh et al., 2024, equation 8.
+
+    Args:
+        is_good: (answers,).
+        drift: mean log-ratio of answers to other prompts over the global batch, at least 0.
+        weights: weights of good and of bad answers.
+    """
+    sign = torch.where(is_good, 1.0, -1.0)
+    weight = torch.where(is_good, *weights)
+    return weight * (1 - torch.sigmoid(sign * (beta * (answers.ratios - drift))))
+
+
+def reward(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihood of the choice (Bradley and Terry) for rewards of shape (pairs,)."""
+    return -logsigmoid(chosen - rejected)
+
 
 Reference = Callable[[Any], AbstractContextManager[Model]]
 """Maps the trained model to a context that yields the reference model."""
@@ -228,34 +330,30 @@ class Preference(_Preferences):
         answers, beta = self._answers(model, batch), training.preference_beta
         if self._loss == "kto":
             weights = training.kto_desirable_weight, training.kto_undesirable_weight
-            each = losses.kto(answers, batch["is_good"], beta, self._drift, weights)
+            each = kto(answers, batch["is_good"], beta, self._drift, weights)
             self._record_rewards(beta * answers.ratios, batch["is_good"], counts)
             return (each * counts).sum(), counts.sum()
         chosen, rejected = answers.halves()
         if self._loss == "orpo":
-            each = chosen.whole_nll * self._drift + beta * losses.odds_ratio(chosen, rejected)
+            each = chosen.whole_nll * self._drift + beta * odds_ratio(chosen, rejected)
         elif self._loss == "simpo":
-            each = losses.simpo(chosen, rejected, beta, training.simpo_gamma)
+            each = simpo(chosen, rejected, beta, training.simpo_gamma)
         else:
-            each = {"dpo": losses.dpo, "ipo": losses.ipo}[self._loss](chosen, rejected, beta)
+            each = {"dpo": dpo, "ipo": ipo}[self._loss](chosen, rejected, beta)
         scores = [half.ratios if self.needs_reference else half.means for half in (chosen, rejected)]
         self._record_pairs(beta * scores[0].detach(), beta * scores[1].detach(), counts)
         return (each * counts).sum(), counts.sum()
 
-    def _answers(self, model: Model, batch: Tensors) -> losses.Answers:
+    def _answers(self, model: Model, batch: Tensors) -> Answers:
         """Return log-probabilities from the model and, if the loss needs them, from the reference."""
         # Run the reference first. Recorders and the backward must see the trained model's forward last.
         reference = self._reference_logps(model, batch) if self.needs_reference else None
         answers = self._logps(model, batch)
-        return (
-            answers
-            if reference is None
-            else losses.Answers(answers.logps, answers.lengths, reference, answers.whole_nll)
-        )
+        return answers if reference is None else Answers(answers.logps, answers.lengths, reference, answers.whole_nll)
 
-    def _logps(self, model: Model, batch: Tensors) -> losses.Answers:
+    def _logps(self, model: Model, batch: Tensors) -> Answers:
         ids, mask = batch["input_ids"], batch["attention_mask"]
-        return losses.answers_of(model(input_ids=ids, attention_mask=mask).logits, ids, mask, batch["labels"])
+        return answers_of(model(input_ids=ids, attention_mask=mask).logits, ids, mask, batch["labels"])
 
     @torch.no_grad()
     def _reference_logps(self, model: Model, batch: Tensors) -> torch.Tensor:
@@ -300,7 +398,7 @@ class Reward(_Preferences):
         scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].float()
         chosen, rejected = scores.chunk(2)
         self._record_pairs(chosen.detach(), rejected.detach(), batch["counted"])
-        return (losses.reward(chosen, rejected) * batch["counted"]).sum(), batch["counted"].sum()
+        return (reward(chosen, rejected) * batch["counted"]).sum(), batch["counted"].sum()
 
     @classmethod
     def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:

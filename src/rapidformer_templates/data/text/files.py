@@ -1,4 +1,4 @@
-"""Readers of single files. They yield rows or documents one at a time, each with its line number.
+"""Readers and writers of single files. Readers yield rows or documents one at a time, each with its line number.
 
 Lines that cannot be read are recorded (:mod:`~rapidformer_templates.data.text.bad_lines`). Everything is read as UTF-8,
 and a byte-order mark is allowed. UTF-16 and UTF-32 are recognized by that mark. Files with the further extension
@@ -15,7 +15,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from rapidformer_templates.system.files import check_downloaded
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
+
 
 Row = dict[str, object]
 """The values of a row by column: texts, numbers, lists and dicts of them, or None."""
@@ -461,3 +462,56 @@ def text_documents(
             lines = []
     if lines:
         yield first, "".join(lines)
+
+
+to_json = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _write_lines(file: io.BufferedIOBase, rows: Iterable[Row]) -> None:
+    file.writelines(f"{to_json(row)}\n".encode() for row in rows)
+
+
+def _write_list(file: io.BufferedIOBase, rows: Iterable[Row]) -> None:
+    lines = ",\n".join(map(to_json, rows))
+    file.write(f"[\n{lines}\n]\n".encode())
+
+
+def _write_parquet(file: io.BufferedIOBase, rows: Iterable[Row]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(list(rows)), file)
+
+
+def _write_delimited(file: io.BufferedIOBase, rows: Iterable[Row], delimiter: str) -> None:
+    """Write a column for each value. An object has one for each of its keys (``prediction.label``), a list is JSON."""
+    flat = [dict(_cells(row)) for row in rows]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in flat for key in row)), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(flat)
+    file.write(text.getvalue().encode())
+
+
+def _cells(values: Mapping[str, object], before: str = "") -> Iterable[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _cells(value, f"{before}{key}.")
+        else:
+            yield before + key, to_json(value) if isinstance(value, list) else value
+
+
+ROW_WRITERS: dict[str, Callable[[io.BufferedIOBase, Iterable[Row]], None]] = {
+    ".jsonl": _write_lines,
+    ".json": _write_list,
+    ".csv": partial(_write_delimited, delimiter=","),
+    ".tsv": partial(_write_delimited, delimiter="\t"),
+    ".parquet": _write_parquet,
+}
+"""Row writers by file extension."""
+
+
+def write_rows(path: Path, name: Path, rows: Iterable[Row]) -> None:
+    """Write rows to a file in the format of a name, compressed if the name ends with ``.gz``."""
+    with gzip.open(path, "wb") if is_compressed(name) else path.open("wb") as file:
+        ROW_WRITERS[data_suffix(name)](file, rows)
