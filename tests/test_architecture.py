@@ -102,7 +102,7 @@ NAMING = {
     "data/shapes.py": "a limit has the name of its flag",
     "data/tasks/pretraining.py": "samples of dynamic shapes are documents, which is of the data",
     "run/out_of_memory.py": "the ladder is one of flags",
-    "run/engine_on_fake_tensors.py": "it runs an engine on the tensors of the planner",
+    "run/planned_model.py": "it runs an engine on the tensors of the planner",
     "run/configure.py": "the automatic strategy chooses flags before there is a plan",
 }
 """Modules below the switches, and of a run, that name a switch, and why they cannot avoid it."""
@@ -276,7 +276,7 @@ ATTRIBUTES_OF_OTHERS = {
 }
 """Attributes that modules set on objects of other libraries, which read them, and on functions."""
 SETATTR = {
-    "compat/arguments.py": "a namespace of arguments",
+    "compat/rapidformer.py": "a namespace of arguments",
     "data/tasks/base.py": "its own fields",
     "engines/recomputation.py": "buffers of a norm, which are put back",
     "models/blocks.py": "the shape of a quantized parameter: codes are copied and moved without their module",
