@@ -46,7 +46,7 @@ NEEDING := $(addprefix tests/,models/test_quantized_folders.py run/test_preferen
 
 test-optional: $(VENV)/.installed-dev  ## the tests that need torchao, bitsandbytes or TRL, which make test skips
 	$(PIP) --upgrade --no-deps --target $(OPTIONAL) torchao bitsandbytes trl
-	PYTHONPATH=$(OPTIONAL) $(BIN)/python -m pytest --complete $(NEEDING)
+	PYTHONPATH=$(CURDIR)/$(OPTIONAL) $(BIN)/python -m pytest --complete $(NEEDING)
 
 docs-test: $(VENV)/.installed-dev  ## only the tests of the site, the notebook, the examples and the pages of the manual
 	$(PYTEST) -m docs

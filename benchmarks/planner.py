@@ -26,7 +26,7 @@ from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.run.engine_on_fake_tensors import EngineMemory, engine_memory
+from rapidformer_templates.run.planned_model import EngineMemory, engine_memory
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions, layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes

@@ -101,7 +101,7 @@ NAMING = {
     "data/shapes.py": "a limit has the name of its flag",
     "data/tasks/pretraining.py": "samples of dynamic shapes are documents, which is of the data",
     "run/out_of_memory.py": "the ladder is one of flags",
-    "run/engine_on_fake_tensors.py": "it runs an engine on the tensors of the planner",
+    "run/planned_model.py": "it runs an engine on the tensors of the planner",
     "run/configure.py": "the automatic strategy chooses flags before there is a plan",
 }
 """Modules below the switches, and of a run, that name a switch, and why they cannot avoid it."""

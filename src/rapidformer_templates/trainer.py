@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, wraps
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -38,7 +38,7 @@ from rapidformer_templates.errors import ConfigError, Explained, Interrupted, No
 from rapidformer_templates.models.label_use import smoothed_labels
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.run import configure, inference, launch_from_python
+from rapidformer_templates.run import configure, inference
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.hooks import Callback, checked_callbacks
 from rapidformer_templates.run.run import Run
@@ -48,8 +48,7 @@ from rapidformer_templates.run.scripts import (
     is_planning,
     note_use,
 )
-from rapidformer_templates.run.session import Session, broadcast_weights, open_session
-from rapidformer_templates.run.step_errors import IndexLimits
+from rapidformer_templates.run.session import Session, built_on_each_worker, open_session
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.launch import is_worker
 from rapidformer_templates.system.terminal import escape_unknown_characters
@@ -71,32 +70,14 @@ def with_errors_in_code(
     return call
 
 
-class OfRun(Generic[T]):
-    """An attribute that a template shares with its run. Until the run has it, it is the template's own attribute."""
+@dataclass(frozen=True)
+class Trained:
+    """The model and the plan that ``fit()`` or an evaluation has left in a template."""
 
-    def __init__(self, *default: T) -> None:
-        self._default = default
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, template: None, owner: type) -> OfRun[T]: ...
-    @overload
-    def __get__(self, template: Trainer, owner: type) -> T: ...
-    def __get__(self, template: Trainer | None, owner: type) -> OfRun[T] | T:
-        if template is None:
-            return self
-        for holder in (template._run, template):
-            if holder is not None and self._name in vars(holder):
-                value: T = vars(holder)[self._name]
-                return value
-        for value in self._default:
-            return value
-        raise AttributeError(f"{type(template).__name__!r} object has no attribute {self._name!r}")
-
-    def __set__(self, template: Trainer, value: T) -> None:
-        vars(template._run or template)[self._name] = value
+    run: Run | None = None  # has the whole model in this process
+    weights: inference.Weights | None = None  # trained ones, that are not in a model yet
+    missing: ConfigError | None = None  # why there is neither
+    plan: Plan | None = None  # of the training
 
 
 class Trainer:
@@ -118,21 +99,6 @@ class Trainer:
 
     Flags: ClassVar[type | None] = None
     """A frozen dataclass with your own flags. Declare them with :func:`rapidformer_templates.flag`."""
-
-    data = OfRun[Data]()
-    """The data sets of the run, once ``build_data`` has returned them."""
-
-    engine = OfRun[Engine]()
-    """The engine that trains the model, once it is set up."""
-
-    peak_lr = OfRun[float]()
-    """The learning rate of the optimizer recipe."""
-
-    index_limits = OfRun[IndexLimits](IndexLimits())
-    """The sizes of the model's vocabulary and head, which batches are compared with."""
-
-    stop_reason = OfRun[str | None](None)
-    """The reason that :meth:`stop` was called with in this run, or None."""
 
     tokenizer: Any = None
     """The tokenizer that is exported with the model. Set it if you build the tokenizer yourself."""
@@ -265,7 +231,8 @@ class Trainer:
         Call it in a hook or a callback, on any worker. All workers end after the same step. ``summary.json`` has the
         reason under ``stopped_early``.
         """
-        self.stop_reason = reason
+        if self._run is not None:
+            self._run.stop_reason = reason
 
     @property
     def is_main(self) -> bool:
@@ -309,10 +276,7 @@ class Trainer:
         """Take over flags from the process that started this worker. The library calls it before it builds anything."""
         if values:
             several = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-            self._replace_flags("the process that started the workers", {**values, **several})
-
-    def _replace_flags(self, origin: str, values: Mapping[str, object]) -> None:
-        self.set_config(self.config.replace(origin, **values))
+            self.set_config(self.config.replace("the process that started the workers", **{**values, **several}))
 
     def set_config(self, config: RunConfig) -> None:
         """Replace all flags. The library calls it."""
@@ -321,10 +285,36 @@ class Trainer:
             self.__dict__.pop(name, None)
 
     _run: Run | None = None  # the current run, or the last one
+    _trained = Trained()
+    _model: nn.Module | None = None  # a model that a hook has assigned
+    _data: Data
 
     def run_begins(self, run: Run) -> None:
         """Share the data and the model of a run that begins. The library calls it."""
-        self._run = self._model_run = run
+        self._run = run
+
+    @property
+    def data(self) -> Data:
+        """The data sets of the run, once ``build_data`` has returned them."""
+        return self._run.data if self._run is not None and hasattr(self._run, "data") else self._data
+
+    @data.setter
+    def data(self, data: Data) -> None:
+        self._data = data
+        if self._run is not None:
+            self._run.data = data
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that trains the model, once it is set up."""
+        if self._run is None:
+            raise AttributeError(f"{type(self).__name__} has no engine yet: fit() sets it up")
+        return self._run.engine
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The reason that :meth:`stop` was called with in this run, or None."""
+        return self._run.stop_reason if self._run else None
 
     @with_errors_in_code
     def fit(self, workers: int | None = None) -> dict[str, Any]:
@@ -349,37 +339,28 @@ class Trainer:
         starts_workers, before = False, self.config
         if workers is not None:
             where = "fit(workers=…)"
-            self._replace_flags(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
+            self.set_config(before.replace(where, nproc_per_node=before.checked("nproc_per_node", workers, where)))
         try:
             intercept_for_planning(self)
-            self._model = self._weights = self._model_run = self._local_run = self.stop_reason = self._missing = None
+            self._model, self._trained = None, Trained()
             starts_workers = not is_one and (self.config.launch.nproc_per_node or 1) > 1
-            if sends and starts_workers:
-                return launch_from_python.fit(self, self._store_weights)
-            return run.fit(self, self._store_model)
+            return run.fit(self, self._store_model, self._store_weights if sends else None)
         finally:
-            self._trained_plan = vars(self).get("plan")
-            if self._local_run is None and self._weights is None and not is_one:
-                self._model_run = None
-                self._missing = self._why_missing(in_script=starts_workers and not sends)
+            trained = replace(self._trained, plan=vars(self).get("plan"))
+            if trained.run is None and trained.weights is None and not is_one:
+                trained = replace(trained, missing=self._why_missing(in_script=starts_workers and not sends))
+            self._trained = trained
             if workers is not None:
                 self.set_config(before)  # the argument applies to this call only
 
     @property
     def trained_plan(self) -> Plan:
         """The plan of the last training. Before training, a plan that needs neither a learning rate nor a length."""
-        return self._trained_plan or self._plan_without_training
+        return self._trained.plan or self._plan_without_training
 
     @cached_property
     def _plan_without_training(self) -> Plan:
         return configure.resolve_plan(type(self), self.config, training=False)
-
-    _trained_plan: Plan | None = None
-    _model: nn.Module | None = None  # a model that a hook has assigned
-    _model_run: Run | None = None  # the run that trains the model, or has trained it in this process
-    _local_run: Run | None = None  # the run that has the whole model in this process
-    _weights: inference.Weights | None = None  # trained weights that are not in a model yet
-    _missing: ConfigError | None = None  # why fit() has left no model in this process
 
     @property
     def model(self) -> nn.Module:
@@ -392,12 +373,12 @@ class Trainer:
             NoModel: there is no model yet.
             ConfigError: ``fit()`` has left no model in this process.
         """
-        trained = self._model_run
-        if not hasattr(trained, "engine") and (self._weights is not None or self._missing):
-            trained = self._single_process_run()
+        run = self._run
+        if self._trained.weights is not None or self._trained.missing:
+            run = self._single_process_run()
         model = self._model
-        if trained is not None and (hasattr(trained, "engine") or trained.built is not None):
-            model = trained.model if hasattr(trained, "engine") else trained.built
+        if run is not None and (hasattr(run, "engine") or run.built is not None):
+            model = run.model if hasattr(run, "engine") else run.built
         if model is None:
             raise NoModel(f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one")
         return model
@@ -449,11 +430,19 @@ class Trainer:
     def _single_process_run(self) -> Run:
         """Return the run that has the whole model in this process. Build the model if there is none."""
         note_use()
-        if self._missing:
-            raise self._missing
-        if self._local_run is None:
-            self._local_run, self._weights = inference.build_single_process(self, self._weights), None
-        return self._local_run
+        trained = self._trained
+        if trained.missing:
+            raise trained.missing
+        if trained.run is not None:
+            return trained.run
+        self._trained = replace(trained, weights=None)  # hooks use the model that is being built
+        try:
+            run = inference.build_single_process(self, trained.weights)
+        except BaseException:
+            self._trained = trained
+            raise
+        self._trained = replace(self._trained, run=run)
+        return run
 
     def _why_missing(self, *, in_script: bool) -> ConfigError:
         """Return the error for a model that is not in this process after ``fit()``."""
@@ -466,17 +455,15 @@ class Trainer:
         return ConfigError(what, where=type(self).__name__, hint=hint)
 
     def _store_weights(self, weights: inference.Weights) -> None:
-        self._weights = weights
+        self._trained = Trained(weights=weights)
 
     def _store_model(self, run: Run) -> None:
         """Store the trained model of a run in this process. It may have ended with an error."""
-        if run.workers.world > 1:
-            return
-        if inference.is_plain(run):
-            self._local_run = run
+        if run.workers.world == 1 and inference.is_plain(run):
+            self._trained = Trained(run)
             run.model.eval()
-        else:
-            self._model_run, self._weights = None, inference.copied_weights(run.engine)
+        elif run.workers.world == 1:
+            self._store_weights(inference.copied_weights(run.engine))
 
     @classmethod
     def main(cls, **flags: Any) -> None:
@@ -534,6 +521,7 @@ def compose(
     with configure.errors_in_code(Trainer, enabled=not argv):
         template = template_of_session(model, optimizer, compute_loss, count_targets, argv, switches)
         if optimizer is not None:
+            template.build_optimizer()  # refuse an unusable optimizer before a worker starts
             # Flags that only configure the library's optimizer have no effect, except those that a class takes.
             accepted = OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ()
             for name in sorted(OF_THE_OPTIMIZER.difference(accepted)):
@@ -561,35 +549,48 @@ OF_A_CLASS = ("lr", "weight_decay")
 def template_of_session(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer] | None,
-    compute_loss: ComputeLoss | None,
-    count_targets: Callable[[Batch], float] | None,
+    own_loss: ComputeLoss | None,
+    own_count: Callable[[Batch], float] | None,
     argv: Sequence[str],
     switches: Mapping[str, Any],
 ) -> Trainer:
-    """Create the template of a session. The arguments of :func:`compose` become its hooks."""
-    hooks: dict[str, Any] = {
-        "__module__": getattr(compute_loss, "__module__", "__main__"),
-        "plan": cached_property(lambda self: configure.resolve_plan(type(self), self.config, training=False)),
-        "build_model": lambda self: broadcast_weights(model) if isinstance(model, nn.Module) else model(),
-    }
-    if optimizer is not None:
-        # Switches replace some parameters, so the recipe is made once, from those that the optimizer was created for.
-        @cache
-        def recipe() -> OptimizerSpec:
-            config = template.config
-            flags = {name: config.get(name) for name in OF_A_CLASS if name in config.origins}
+    """Create the template of a session. The arguments of :func:`compose` become its hooks, if they are given."""
+
+    class Composed(Trainer):
+        __module__ = getattr(own_loss, "__module__", "__main__")
+
+        @cached_property
+        def plan(self) -> Plan:
+            return configure.resolve_plan(type(self), self.config, training=False)
+
+        def build_model(self) -> nn.Module:
+            return built_on_each_worker(model)
+
+        @cached_property
+        def recipe(self) -> OptimizerSpec:
+            # Switches replace some parameters, so it is made once, from those that the optimizer was created for.
+            assert optimizer is not None
+            flags = {name: self.config.get(name) for name in OF_A_CLASS if name in self.config.origins}
             return as_recipe(optimizer, model, flags)
 
-        hooks["build_optimizer"] = lambda self: recipe()
-    if compute_loss is not None:
-        hooks["compute_loss"] = lambda self, model, batch: compute_loss(model, batch)
-    if count_targets is not None:
-        hooks["count_targets"] = lambda self, batch: count_targets(batch)
-    template: Trainer = type("Composed", (Trainer,), hooks)(list(argv), **switches)
-    template.set_config(dataclasses.replace(template.config, own_loop=True))
+        if optimizer is not None:
+
+            def build_optimizer(self) -> OptimizerSpec:
+                return self.recipe
+
+        if own_loss is not None:
+
+            def compute_loss(self, model: Any, batch: Batch) -> Any:
+                return own_loss(model, batch)
+
+        if own_count is not None:
+
+            def count_targets(self, batch: Batch) -> float:
+                return own_count(batch)
+
+    template = Composed(list(argv), **switches)
+    template.set_config(replace(template.config, own_loop=True))
     intercept_for_planning(template)
-    if optimizer is not None:
-        template.build_optimizer()  # refuse an unusable optimizer before a worker starts
     return template
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from rapidformer_templates import Data, Finetuner, RapidformerError
 from rapidformer_templates.compat import rapidformer
-from rapidformer_templates.compat.batches import SharedLoader
+from rapidformer_templates.compat.own_loop import SharedLoader
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.plan import Sizes
 from tests.support.parity import trained

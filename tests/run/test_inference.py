@@ -85,7 +85,7 @@ def test_a_model_that_workers_have_trained_is_not_taken_for_an_untrained_one(mon
     flags = {**LINE, "micro_batch_size": 2}
     job = Held(**flags, nproc_per_node=2)
     monkeypatch.setattr("rapidformer_templates.system.launch.is_script", lambda: True)
-    monkeypatch.setattr("rapidformer_templates.run.fit.fit", lambda template, keep: {})
+    monkeypatch.setattr("rapidformer_templates.run.fit.fit", lambda template, then, keep: {})
     job.fit()
     for ask in (job.evaluate, lambda: job.predict([]), lambda: job.model):
         with pytest.raises(ConfigError, match="trained in workers that ran this script"):

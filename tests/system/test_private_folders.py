@@ -18,12 +18,12 @@ from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.run import launch_from_python
 from rapidformer_templates.run.launch_from_python import TEMPLATE
 from rapidformer_templates.run.lock import RunLock
-from rapidformer_templates.system.files import try_writing
-from rapidformer_templates.system.private_folders import (
+from rapidformer_templates.system.files import (
     PREFIX,
     check_private,
     private_folder,
     remove_leftovers,
+    try_writing,
     write_private,
 )
 

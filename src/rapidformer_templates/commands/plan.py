@@ -286,7 +286,7 @@ def _engine_measure(template: Template, source: ModelSource | None, where: str) 
         source: builds the model. None is the model of the flags.
         where: the flag or the hook that asks for it, for messages.
     """
-    from rapidformer_templates.run.engine_on_fake_tensors import planned_memory
+    from rapidformer_templates.run.planned_model import planned_memory
     from rapidformer_templates.switches.auto_strategy.model_of_flags import FlagModel
 
     if template.config.training.lr is None:

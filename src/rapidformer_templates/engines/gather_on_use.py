@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.models.weight_files import tensors_read_by, tensors_read_one_by_one
 from rapidformer_templates.system.process_state import freed_memory_given_back
-from rapidformer_templates.system.seen_parameters import parameters_seen_by
+from rapidformer_templates.system.tensor_files import parameters_seen_by
 
 _aten = torch.ops.aten
 OVERWRITES = frozenset(

@@ -156,7 +156,6 @@ def _options_by_name(optimizer: Optimizer, model: nn.Module) -> GroupOptions:
     for group in optimizer.param_groups:
         defaults = optimizer.defaults
         differing = {k: v for k, v in _options_of(group).items() if k not in defaults or not _equal(v, defaults[k])}
-        _check_can_be_grouped(differing, type(optimizer).__name__)
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigError(
@@ -172,18 +171,6 @@ def _options_by_name(optimizer: Optimizer, model: nn.Module) -> GroupOptions:
             hint="set requires_grad = False for parameters that should not be trained",
         )  # fmt: skip
     return lambda name, parameter: different.get(name, {})  # parameters that a switch adds use the defaults
-
-
-def _check_can_be_grouped(options: Mapping[str, object], name: str) -> None:
-    """Raise an error for unhashable options, because parameters are grouped by their options."""
-    for option, value in options.items():
-        try:
-            hash(value)
-        except TypeError:
-            raise ConfigError(
-                f"{option}={value} of a group of the {name} is a {type(value).__name__}, by which "
-                "parameters cannot be grouped", where=WHERE, hint="give it a number, a text or a tuple",
-            ) from None  # fmt: skip
 
 
 def as_schedule(schedule: Schedule | LRScheduler, steps: int | None) -> Schedule:

@@ -28,19 +28,16 @@ from rapidformer_templates.run.early_checks import check_folder, check_metric
 from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import ExportedWeights, describe_model, export_model
 from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
-from rapidformer_templates.run.hooks import checked_schedule, restore_callbacks
+from rapidformer_templates.run.hooks import restore_callbacks
+from rapidformer_templates.run.launch_from_python import Keep, train_sent
 from rapidformer_templates.run.lock import lock_folder
-from rapidformer_templates.run.log import open_log
 from rapidformer_templates.run.loop import Loop
 from rapidformer_templates.run.mirror import mirrored
-from rapidformer_templates.run.performance import Meter, open_profile
 from rapidformer_templates.run.push_to_hub import check_push, create_repository, push_export, write_card
-from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
-from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_numbers
 from rapidformer_templates.run.run import Run, Template, begin_run
-from rapidformer_templates.run.saving import Checkpoints, load_exported, restore_run, show_changes
+from rapidformer_templates.run.saving import load_exported, restore_run, show_changes
 from rapidformer_templates.run.scripts import (
     overridden_hooks,
     record_outcome,
@@ -48,17 +45,9 @@ from rapidformer_templates.run.scripts import (
     train_in_this_worker,
 )
 from rapidformer_templates.run.steps import (
-    EVALUATE,
-    SAVE,
-    BestMetric,
-    BestStep,
-    Intervals,
     best_metric,
     build_order,
-    count_steps,
-    log_intervals,
 )
-from rapidformer_templates.run.stragglers import StragglerCheck
 from rapidformer_templates.run.watch import EXPORT
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import writing
@@ -71,42 +60,41 @@ AfterTraining = Callable[[Run], None]
 """Takes the trained run, also if it was stopped or has failed. It is called while all workers are still connected."""
 
 
-def fit(template: Template, then: AfterTraining | None = None) -> Summary:
-    """Check what can be checked, start local workers if requested, and train.
+def fit(template: Template, then: AfterTraining | None = None, keep: Keep | None = None) -> Summary:
+    """Train in this process, in new workers, or as one of them.
 
     Args:
         then: called after training if this process trains alone, also if the training ends with an error.
+        keep: takes the weights of new workers, to which the template is sent. Without it they run the script again.
     """
-    name, flags = type(template).__qualname__, dict(template.config.items())
-    count, port = template.config.launch.nproc_per_node or 1, template.config.launch.master_port
-
-    def train_alone() -> Summary:
-        with kept_process_state():
-            return join_and_train(template, then)
-
-    def train_in_workers() -> Summary:
-        launch.program_command()  # raises if there is no program that workers could run
-        variables, resumes = check_before_workers(template)
-
-        def attempt(workers: int, changed: Flags) -> Summary:
-            return train_in_new_workers(name, {**flags, **changed}, workers, port, variables, resumes)
-
-        return run_with_restarts(template, attempt)
-
     if launch.is_worker():
+        name, flags = type(template).__qualname__, dict(template.config.items())
         return train_in_this_worker(name, flags, template.override_flags, lambda: join_and_train(template))
-    return record_outcome(train_alone if count == 1 else train_in_workers)
+    if (template.config.launch.nproc_per_node or 1) > 1:
+        return record_outcome(lambda: _train_in_workers(template, keep))
+    return record_outcome(lambda: _train_alone(template, then))
 
 
-def check_before_workers(template: Template) -> tuple[dict[str, str], Callable[[], bool]]:
-    """Report errors that can be found before workers start, and show the plan.
+def _train_alone(template: Template, then: AfterTraining | None) -> Summary:
+    with kept_process_state():
+        return join_and_train(template, then)
 
-    Returns:
-        The environment variables for the workers, and a function that checks for a checkpoint to resume from.
-    """
+
+def _train_in_workers(template: Template, keep: Keep | None) -> Summary:
+    """Report errors that can be found before workers start, show the plan, and train in new workers."""
+    if keep is None:
+        launch.program_command()  # raises if there is no program that workers could run
     _check_template(template)
     show_plan(template.plan)
-    return chosen_layout(template.config), partial(_can_resume, template.config.training)
+    name, config, resumes = type(template).__qualname__, template.config, partial(_can_resume, template.config.training)
+    port, variables = config.launch.master_port, chosen_layout(config)
+
+    def attempt(count: int, changed: Flags) -> Summary:
+        if keep is not None:
+            return train_sent(template, changed, keep, count, port, variables, resumes)
+        return train_in_new_workers(name, {**dict(config.items()), **changed}, count, port, variables, resumes)
+
+    return run_with_restarts(template, attempt)
 
 
 def _check_template(template: Template) -> None:
@@ -284,7 +272,7 @@ def train(run: Run, stop: StopRequest, then: AfterTraining | None = None) -> Sum
         precomputed.attach(folder, saved=saved)
 
     # 4. The training loop.
-    loop = _build_loop(run, metric)
+    loop = Loop(run, metric)
     if run.position.step >= loop.total:
         reason = f" (stopped early {loop.early_stop_reason})" if loop.early_stop_reason else ""
         say(workers, f"nothing is left to train: {run.position.step:,} of {loop.total:,} steps are done{reason}")
@@ -317,35 +305,6 @@ def _called_on_error(then: AfterTraining | None, run: Run, *agreed: type[BaseExc
             except Exception as other:  # such as that of a device that has failed
                 error.add_note(f"The weights of the last step are lost: {other}")
         raise
-
-
-def _build_loop(run: Run, metric: BestMetric | None) -> Loop:
-    training, order = run.config.training, run.order
-    total = count_steps(run)
-    log_every, show_every = log_intervals(total, training.log_interval)
-    log = open_log(run, total)  # before the meter, which would measure how long the trackers take to start
-    meter = Meter(run.workers.device)
-    return Loop(
-        run=run,
-        total=total,
-        schedule=checked_schedule(run.hooks.build_scheduler(total)),
-        intervals=Intervals(
-            log=log_every,
-            show=show_every,
-            steps_per_epoch=order.steps_per_epoch,
-            counts_epochs=not {"epochs", "train_iters"}.isdisjoint(training.in_epochs),
-            every={n: i for n, i in ((EVALUATE, training.eval_interval), (SAVE, training.save_interval)) if i},
-        ),
-        meter=meter,
-        receipts=Receipts(run, order),
-        stragglers=StragglerCheck(run.workers, run.config.launch.straggler_factor),
-        log=log,
-        validation=Validation(run) if run.data.validation_sets() else None,
-        best=BestStep(run, metric, training.early_stopping_patience) if metric else None,
-        checkpoints=Checkpoints(run, run.folder, log, meter) if run.folder else None,
-        replica_check=replica_check_of(run),
-        profile=open_profile(run, total - run.position.step),
-    )
 
 
 def _finish(loop: Loop, metrics: dict[str, float]) -> Summary:

@@ -53,54 +53,14 @@ class Hooks(Protocol):
     def on_train_end(self, summary: Mapping[str, object]) -> None: ...
 
 
-def checked_model(model: object) -> nn.Module:
-    """Return the result of ``build_model`` if it is valid.
+def unusable(returned: str, where: str, hint: str, kind: type[RapidformerError] = RapidformerError) -> RapidformerError:
+    """Return the error for what a hook has returned.
 
-    Raises:
-        ModelError: it is not a module.
+    Args:
+        returned: describes the value.
+        where: the call of the hook.
     """
-    if isinstance(model, nn.Module):
-        return model
-    raise ModelError(
-        f"build_model returned {kind_of(model)}", where="build_model()", hint="return the model, a torch.nn.Module"
-    )
-
-
-def checked_optimizer(recipe: object) -> OptimizerSpec:
-    """Return the result of ``build_optimizer`` if it is valid.
-
-    Raises:
-        RapidformerError: it is not an optimizer recipe.
-    """
-    if isinstance(recipe, OptimizerSpec):
-        return recipe
-    instance = " (parameters are sharded before there is an instance)" if hasattr(recipe, "param_groups") else ""
-    raise RapidformerError(
-        f"build_optimizer returned {kind_of(recipe)}",
-        where="build_optimizer()",
-        hint=f"return a recipe{instance}: OptimizerSpec(torch.optim.AdamW, {{'lr': …}})",
-    )
-
-
-def checked_schedule(schedule: object) -> Schedule:
-    """Return the result of ``build_scheduler`` if it is valid.
-
-    Raises:
-        RapidformerError: it is not a function from a step to a number.
-    """
-    hint = "return a function from the step (from 0) to a share of the peak learning rate"
-    if not callable(schedule) or isinstance(schedule, type):
-        raise RapidformerError(
-            f"build_scheduler returned {kind_of(schedule)}", where="build_scheduler(total_steps)", hint=hint
-        )
-    factor = schedule(0)
-    if not is_number(factor) or not math.isfinite(factor):
-        shown = factor if is_number(factor) else kind_of(factor)
-        raise RapidformerError(
-            f"the schedule's share of the first step is {shown}", where="build_scheduler(total_steps)", hint=hint
-        )
-    function: Schedule = schedule
-    return function
+    return kind(f"{where.partition('(')[0]} returned {returned}", where=where, hint=hint)
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -110,59 +70,67 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) or (hasattr(value, "__float__") and getattr(value, "size", 1) == 1)
 
 
-def checked_count(count: object) -> float:
-    """Return the result of ``count_targets`` if it is valid.
+def checked_model(model: object) -> nn.Module:
+    """Return the result of ``build_model`` if it is a module."""
+    if isinstance(model, nn.Module):
+        return model
+    raise unusable(kind_of(model), "build_model()", "return the model, a torch.nn.Module", ModelError)
 
-    Raises:
-        RapidformerError: it is not a number, or it is negative.
-    """
+
+def checked_optimizer(recipe: object) -> OptimizerSpec:
+    """Return the result of ``build_optimizer`` if it is an optimizer recipe."""
+    if isinstance(recipe, OptimizerSpec):
+        return recipe
+    instance = " (parameters are sharded before there is an instance)" if hasattr(recipe, "param_groups") else ""
+    hint = f"return a recipe{instance}: OptimizerSpec(torch.optim.AdamW, {{'lr': …}})"
+    raise unusable(kind_of(recipe), "build_optimizer()", hint)
+
+
+def checked_schedule(schedule: object) -> Schedule:
+    """Return the result of ``build_scheduler`` if it is a function from a step to a number."""
+    where = "build_scheduler(total_steps)"
+    hint = "return a function from the step (from 0) to a share of the peak learning rate"
+    if not callable(schedule) or isinstance(schedule, type):
+        raise unusable(kind_of(schedule), where, hint)
+    share = schedule(0)
+    if not is_number(share) or not math.isfinite(share):
+        shown = share if is_number(share) else kind_of(share)
+        raise RapidformerError(f"the schedule's share of the first step is {shown}", where=where, hint=hint)
+    function: Schedule = schedule
+    return function
+
+
+def checked_count(count: object) -> float:
+    """Return the result of ``count_targets`` if it is a number that is not negative."""
     if is_number(count) and count >= 0:
         number: float = count
         return number
-    raise RapidformerError(
-        f"count_targets returned {count if is_number(count) else kind_of(count)}",
-        where="count_targets(batch)",
-        hint="return the number of targets that the loss of the batch is a mean over",
-    )
+    hint = "return the number of targets that the loss of the batch is a mean over"
+    raise unusable(str(count) if is_number(count) else kind_of(count), "count_targets(batch)", hint)
 
 
 def checked_predictions(result: object, samples: int) -> tuple[Sequence[object], Sequence[object]]:
-    """Return the result of ``read_outputs`` for a batch of ``samples`` samples if it is valid.
-
-    Raises:
-        RapidformerError: it is not a pair with one prediction and one reference per sample.
-    """
-    hint = "return (predictions, references), one entry per sample, on the host"
+    """Return the result of ``read_outputs`` if it has one prediction and one reference for each of the samples."""
+    where, hint = "read_outputs(outputs, batch)", "return (predictions, references), one entry per sample, on the host"
     if not isinstance(result, (tuple, list)) or len(result) != 2 or not all(isinstance(part, Sized) for part in result):
-        raise RapidformerError(
-            f"read_outputs returned {kind_of(result)}", where="read_outputs(outputs, batch)", hint=hint
-        )
+        raise unusable(kind_of(result), where, hint)
     predictions, references = result
     if len(predictions) != samples or len(references) != samples:
-        raise RapidformerError(
-            f"read_outputs returned {len(predictions)} predictions and {len(references)} references "
-            f"for a batch of {samples} samples",
-            where="read_outputs(outputs, batch)",
-            hint=hint,
-        )
+        found = f"{len(predictions)} predictions and {len(references)} references for a batch of {samples} samples"
+        raise unusable(found, where, hint)
     return predictions, references
 
 
 def checked_metrics(metrics: object) -> dict[str, float]:
-    """Return the result of ``compute_metrics`` as floats. None means that there are no metrics.
-
-    Raises:
-        RapidformerError: it is not a mapping of names to numbers.
-    """
-    hint = "return a mapping of names to numbers"
-    where = "compute_metrics(predictions, references)"
+    """Return the result of ``compute_metrics``, names with numbers, as floats. None means that there are no metrics."""
+    where, hint = "compute_metrics(predictions, references)", "return a mapping of names to numbers"
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise RapidformerError(f"compute_metrics returned {kind_of(metrics)}", where=where, hint=hint)
+        raise unusable(kind_of(metrics), where, hint)
     for name, value in metrics.items():
         if not isinstance(name, str) or not is_number(value):
-            raise RapidformerError(f"compute_metrics returned {kind_of(value)} as {name}", where=where, hint=hint)
+            raise unusable(f"{kind_of(value)} as {name}", where, hint)
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -21,74 +21,65 @@ import torch
 
 from rapidformer_templates.data.types import kind_of
 from rapidformer_templates.errors import ConfigError, ReportedError, WorkerFailed
-from rapidformer_templates.run.fit import check_before_workers, join_and_train
 from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.run.hooks import load_callback_states, states_of
 from rapidformer_templates.run.inference import Weights, copied_weights
-from rapidformer_templates.run.restarts import Flags, run_with_restarts
 from rapidformer_templates.run.run import Run, Template
-from rapidformer_templates.run.scripts import record_outcome
 from rapidformer_templates.system import launch
-from rapidformer_templates.system.private_folders import check_private, private, private_folder, write_private
+from rapidformer_templates.system.files import check_private, private, private_folder, write_private
 from rapidformer_templates.system.tensor_files import TensorFiles
 
-RUN_ATTRIBUTES = (
-    "_run",
-    "_model",
-    "_model_run",
-    "_local_run",
-    "_weights",
-    "_missing",
-    "_plan_without_training",
-    "task",
-)
+RUN_ATTRIBUTES = ("_run", "_trained", "_model", "_plan_without_training", "task")
 """Attributes of a template that each run creates again."""
 
 TEMPLATE, SUMMARY, CALLBACKS, WEIGHTS = "template.pickle", "summary.json", "callbacks.json", "weights.pt"
 
 
-def fit(template: Template, keep: Callable[[Weights], None]) -> Summary:
+Keep = Callable[[Weights], None]
+"""Takes the full weights that workers have trained, also those of a run that was stopped."""
+
+
+def train_sent(
+    template: Template,
+    changed: Mapping[str, object],
+    keep: Keep,
+    count: int,
+    port: int | None,
+    variables: Mapping[str, str],
+    resumes: Callable[[], bool],
+) -> Summary:
     """Train a template in new workers, and return the summary. Callbacks get the state of rank 0.
 
     Args:
-        keep: takes the full weights, also those of a run that was stopped.
+        changed: flags with other values.
+        count, port, variables, resumes: see :func:`launch.run_workers`.
 
     Raises:
         ConfigError: something in the template cannot be sent. The error names it.
         Interrupted: the run was asked to stop.
         Exception: the exception of a worker, with its stack as a note.
     """
-
-    def train() -> Summary:
-        variables, resumes = check_before_workers(template)
-        variables = {**variables, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        port = template.config.launch.master_port
-
-        def attempt(count: int, changed: Flags) -> Summary:
-            with private_folder() as folder:
-                write_private(folder / TEMPLATE, _pickled(template, changed))
-                command = [sys.executable, "-m", "rapidformer_templates.run.launch_from_python", str(folder)]
-                try:
-                    launch.run_workers(command, count, port, variables, resumes, shown=not launch.is_script())
-                except ReportedError as report:
-                    raise _worker_error(folder, report) from None
-                finally:
-                    if (folder / WEIGHTS).exists():
-                        load_callback_states(template.callbacks, json.loads((folder / CALLBACKS).read_text("utf-8")))
-                        check_private(folder / WEIGHTS)
-                        keep(torch.load(folder / WEIGHTS, weights_only=True, mmap=True))
-                if not (folder / SUMMARY).exists():
-                    hint = "one of your hooks may have called sys.exit()"
-                    raise WorkerFailed("the workers ended without a result", hint=hint)
-                summary: Summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-            return summary
-
-        return run_with_restarts(template, attempt)
-
-    return record_outcome(train)
+    variables = {**variables, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    with private_folder() as folder:
+        write_private(folder / TEMPLATE, _pickled(template, changed))
+        command = [sys.executable, "-m", "rapidformer_templates.run.launch_from_python", str(folder)]
+        try:
+            launch.run_workers(command, count, port, variables, resumes, shown=not launch.is_script())
+        except ReportedError as report:
+            raise _worker_error(folder, report) from None
+        finally:
+            if (folder / WEIGHTS).exists():
+                load_callback_states(template.callbacks, json.loads((folder / CALLBACKS).read_text("utf-8")))
+                check_private(folder / WEIGHTS)
+                keep(torch.load(folder / WEIGHTS, weights_only=True, mmap=True))
+        if not (folder / SUMMARY).exists():
+            hint = "one of your hooks may have called sys.exit()"
+            raise WorkerFailed("the workers ended without a result", hint=hint)
+        summary: Summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    return summary
 
 
-def _pickled(template: Template, changed: Flags) -> bytes:
+def _pickled(template: Template, changed: Mapping[str, object]) -> bytes:
     """Pickle a template with other values of some flags, and without the attributes that a run adds.
 
     Raises:
@@ -159,6 +150,8 @@ def _worker_error(folder: Path, report: ReportedError) -> Exception:
 
 def main(folder: Path) -> None:
     """Train the template that is stored in a folder, as one of its workers."""
+    from rapidformer_templates.run.fit import join_and_train
+
     rank = os.environ["RANK"]
 
     def store_weights(run: Run) -> None:

@@ -4,105 +4,79 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.forwards import evaluating
-from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss, RapidformerError, ReplicasDiffer
 from rapidformer_templates.run import watch
 from rapidformer_templates.run.evaluation import Validation
-from rapidformer_templates.run.hooks import states_of
-from rapidformer_templates.run.layer_grad_norms import LayerGradNorms
-from rapidformer_templates.run.log import Log, Means
-from rapidformer_templates.run.performance import DATA, EXCHANGE, REST, TRAIN, Meter, Profile
+from rapidformer_templates.run.hooks import checked_schedule, states_of
+from rapidformer_templates.run.log import LayerGradNorms, Means, open_log
+from rapidformer_templates.run.performance import DATA, EXCHANGE, REST, TRAIN, Meter, open_profile
 from rapidformer_templates.run.receipts import Receipts
-from rapidformer_templates.run.replica_check import ReplicaCheck
+from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saving import Checkpoints
 from rapidformer_templates.run.step_errors import (
+    MAY_HELP,
     explain_parts,
     list_samples,
     locate_device_errors,
     locate_index_errors,
+    locate_non_finite,
     name_not_finite,
 )
-from rapidformer_templates.run.steps import EVALUATE, SAVE, BestStep, Intervals
+from rapidformer_templates.run.steps import EVALUATE, SAVE, BestMetric, BestStep, Intervals, count_steps, log_intervals
 from rapidformer_templates.run.stragglers import LOGGING, StragglerCheck
 from rapidformer_templates.system import accelerator, phase_clock
 from rapidformer_templates.system.processes import StopRequest
 from rapidformer_templates.system.terminal import say
 
 
-class Exchanged(NamedTuple):
-    """Sums over the ranks, which all of them must know before the forward of a step.
-
-    Attributes:
-        targets, samples, tokens: their numbers in the global batch.
-        stop_requests: number of ranks whose process was asked to stop.
-        save_requests: number of ranks that cannot write metrics, so that the run saves while it can.
-        stop_calls: number of ranks on which a hook called ``stop()`` in the previous step.
-        saving: number of ranks that are writing a checkpoint in the background.
-        minutes_due: what is due by the clock of the main rank, see :meth:`Intervals.due_by_clock`.
-    """
-
-    targets: float
-    samples: float
-    tokens: float
-    stop_requests: float
-    save_requests: float
-    stop_calls: float
-    saving: float
-    minutes_due: float
-
-
-@dataclass
 class Loop:
     """The training loop of a run. :meth:`train` is the loop, and the other parts act in it.
+
+    Args:
+        metric: selects the best checkpoint. None keeps no best one.
 
     Attributes:
         run: the run, whose position the loop moves to the end.
         total: optimizer steps of the whole run. After an early stop, the steps that were done.
-        schedule: fraction of the peak learning rate by step.
-        intervals: decide when the run is logged, evaluated and saved.
+        log: records the metrics.
         meter: measures throughput and memory.
         receipts: measure the effects of the switches in the first step.
         stragglers: finds workers that are slower than others.
-        log: records the metrics.
         validation: evaluates the model. None without validation data.
-        best: selects the best checkpoint. None keeps no best one.
-        checkpoints: saves the run. None without a run folder.
-        replica_check: compares the workers. None if nothing is compared.
-        profile: profiles some steps of this worker.
         early_stop_reason: reason for an early stop. None if the run did not stop early.
     """
 
-    run: Run
-    total: int
-    schedule: Schedule
-    intervals: Intervals
-    meter: Meter
-    receipts: Receipts
-    stragglers: StragglerCheck
-    log: Log
-    validation: Validation | None = None
-    best: BestStep | None = None
-    checkpoints: Checkpoints | None = None
-    replica_check: ReplicaCheck | None = None
-    profile: Profile | None = None
-    early_stop_reason: str | None = field(init=False, default=None)
-    _means: Means = field(init=False)
-    _layer_grad_norms: LayerGradNorms | None = field(init=False, default=None)
-    _evaluated_step: int = field(init=False, default=-1)
-    _saved_step: int = field(init=False, default=-1)
-
-    def __post_init__(self) -> None:
-        self._means = Means(self.run.position.sums)
-        if self.run.config.training.log_layer_grad_norms:
-            self._layer_grad_norms = LayerGradNorms(self.run.engine)
+    def __init__(self, run: Run, metric: BestMetric | None) -> None:
+        training = run.config.training
+        self.run, self.total = run, count_steps(run)
+        log_every, show_every = log_intervals(self.total, training.log_interval)
+        self.log = open_log(run, self.total)  # before the meter, which would measure how long the trackers need
+        self.meter = Meter(run.workers.device)
+        self.schedule = checked_schedule(run.hooks.build_scheduler(self.total))
+        self.intervals = Intervals(
+            log=log_every,
+            show=show_every,
+            steps_per_epoch=run.order.steps_per_epoch,
+            counts_epochs=not {"epochs", "train_iters"}.isdisjoint(training.in_epochs),
+            every={n: i for n, i in ((EVALUATE, training.eval_interval), (SAVE, training.save_interval)) if i},
+        )
+        self.receipts = Receipts(run, run.order)
+        self.stragglers = StragglerCheck(run.workers, run.config.launch.straggler_factor)
+        self.validation = Validation(run) if run.data.validation_sets() else None
+        self.best = BestStep(run, metric, training.early_stopping_patience) if metric else None
+        self.checkpoints = Checkpoints(run, run.folder, self.log, self.meter) if run.folder else None
+        self.replica_check = replica_check_of(run)
+        self.profile = open_profile(run, self.total - run.position.step)
+        self.early_stop_reason: str | None = None
+        self._means = Means(run.position.sums)
+        self._layer_grad_norms = LayerGradNorms(run.engine) if training.log_layer_grad_norms else None
+        self._evaluated_step = self._saved_step = -1
         self._stop_if_patience_ended()  # a run that stopped early is complete, but a larger patience continues it
 
     def train(self, stop: StopRequest) -> dict[str, float]:
@@ -144,10 +118,17 @@ class Loop:
             #    still compute the previous step.
             run.watch.enter(watch.EXCHANGE, step + 1)
             with self._profiled(EXCHANGE):
-                exchanged = self._exchange(microbatches, stop)
-            if self.checkpoints and not exchanged.saving:
+                exchanged = run.exchange(
+                    microbatches,
+                    stop_requests=stop.is_requested,
+                    save_requests=self.log.needs_save,  # it cannot write metrics, so the run saves while it can
+                    stop_calls=run.stop_reason is not None,  # in a hook, after the previous step
+                    saving=self.checkpoints is not None and self.checkpoints.is_writing,
+                    minutes_due=self.intervals.due_by_clock() if run.workers.is_main else 0,
+                )
+            if self.checkpoints and not exchanged["saving"]:
                 self.checkpoints.proceed()
-            if exchanged.stop_calls:  # the previous step was the last one
+            if exchanged["stop_calls"]:  # the previous step was the last one
                 return self._end_early(result, metrics)
 
             # 3. Forward, backward, clipping and update.
@@ -156,7 +137,7 @@ class Loop:
             run.watch.enter(watch.STEP, step + 1)
             recording = self.receipts.watch(microbatches) if is_first else contextlib.nullcontext()
             with self._profiled(TRAIN), recording:
-                result = self._step(step, microbatches, exchanged.targets)
+                result = self._step(step, microbatches, exchanged["targets"])
 
             # 4. Update the counters.
             with self._profiled(REST):
@@ -166,16 +147,16 @@ class Loop:
                 before = position.counts
                 position.step = done = step + 1
                 position.stream = microbatches[-1].bookmark
-                position.samples += int(exchanged.samples)
-                position.tokens += int(exchanged.tokens)
-                self.meter.step(int(exchanged.samples), int(exchanged.tokens))
+                position.samples += int(exchanged["samples"])
+                position.tokens += int(exchanged["tokens"])
+                self.meter.step(int(exchanged["samples"]), int(exchanged["tokens"]))
                 run.notify("on_step_end", done, result)
                 self.log.progress.advance(self._means)
             if self.profile and self.profile.step_ends():
                 self.profile = None
 
             # 5. Log, evaluate, compare, save. In this order, the metrics of a step are written before its checkpoint.
-            counts, minutes_due = (before, position.counts), int(exchanged.minutes_due)
+            counts, minutes_due = (before, position.counts), int(exchanged["minutes_due"])
             if self.intervals.logs(done, self.total):
                 self._log(result, step)
             if self.validation and self.intervals.due(EVALUATE, *counts, self.total, minutes_due):
@@ -187,12 +168,12 @@ class Loop:
             saves = (
                 self.intervals.due(SAVE, *counts, self.total, minutes_due)
                 or is_best
-                or exchanged.stop_requests + exchanged.save_requests > 0
+                or exchanged["stop_requests"] + exchanged["save_requests"] > 0
             )
             self._compare(saves=saves)
             if saves:
-                self._save(is_last=exchanged.stop_requests > 0 or done == self.total)
-            self._stop_if_requested(bool(exchanged.stop_requests), done)
+                self._save(is_last=exchanged["stop_requests"] > 0 or done == self.total)
+            self._stop_if_requested(bool(exchanged["stop_requests"]), done)
         return metrics
 
     def _batches(self) -> Iterator[MicroBatch]:
@@ -225,23 +206,6 @@ class Loop:
             step, turn = divmod(index, sizes.accumulation)
             microbatch.random_key = (seed, Stream.FORWARD, step, rank + turn * sizes.data)
             yield microbatch
-
-    def _exchange(self, microbatches: list[MicroBatch], stop: StopRequest) -> Exchanged:
-        """Return the sums over all ranks. Workers of one replica have the same batches, so only one of them counts."""
-        workers = self.run.workers
-        counting = [m for m in microbatches if not m.idle and workers.is_replica_leader]
-        return Exchanged(
-            *workers.sum(
-                sum(m.targets for m in counting),
-                sum(m.sample_count for m in counting),
-                sum(m.tokens for m in counting),
-                stop.is_requested,
-                self.log.needs_save,
-                self.run.stop_reason is not None,
-                self.checkpoints is not None and self.checkpoints.is_writing,
-                self.intervals.due_by_clock() if workers.is_main else 0,
-            )
-        )
 
     def _step(self, step: int, microbatches: list[MicroBatch], targets: float) -> StepResult:
         """Make an optimizer step, with the additional forwards and measurements of the task."""
@@ -418,21 +382,15 @@ class Loop:
         with self._locate_errors(self.run.position.step - 1):
             self.run.engine.raise_pending_errors()
 
-    @contextlib.contextmanager
-    def _locate_errors(self, newest: int) -> Iterator[None]:
+    def _locate_errors(self, newest: int) -> contextlib.AbstractContextManager[None]:
         """Add the step and its samples to a :class:`NonFiniteLoss`. ``newest`` is the last step that was started."""
-        try:
-            yield
-        except NonFiniteLoss as error:
+
+        def samples(error: NonFiniteLoss, step: int) -> str:
             self._wait_for_save()
-            step = newest - error.age
             where = name_not_finite(error, self.run.workers)
-            raise NonFiniteLoss(
-                f"step {step + 1}: {error.message}; the weights are from after step {step}",
-                where=where or f"training samples {list_samples(self.run.order.step(step)[0].tolist())}",
-                hint="check these samples; a lower --lr, --clip-grad or bf16 instead of fp16 may help; "
-                + self._resume_hint(),
-            ) from None
+            return where or f"training samples {list_samples(self.run.order.step(step)[0].tolist())}"
+
+        return locate_non_finite(newest, f"check these samples; {MAY_HELP}; {self._resume_hint()}", samples)
 
     def _resume_hint(self) -> str:
         return "continue with --resume" if self.run.folder else "nothing was saved: there is no --save"

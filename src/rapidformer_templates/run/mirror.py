@@ -215,8 +215,10 @@ class Mirror:
                 if file.exists():
                     target.makedirs(remote.rpartition("/")[0], exist_ok=True)
                     target.put_file(str(file), remote)
-            for other in set(_files(target, f"{root}/{name}")) - remotes.keys() if path.is_dir() else ():
-                target.rm_file(other)
+            if path.is_dir():
+                target.invalidate_cache()
+                for other in set(target.find(f"{root}/{name}")) - remotes.keys():
+                    target.rm_file(other)
 
     # Fetch.
 
@@ -328,16 +330,6 @@ def _entries(target: AbstractFileSystem, path: str) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return entries
-
-
-def _files(target: AbstractFileSystem, folder: str) -> Iterator[str]:
-    """Yield the paths of all files in a folder and its folders."""
-    target.invalidate_cache()
-    for entry in _entries(target, folder):
-        if entry["type"] == "directory":
-            yield from _files(target, entry["name"])
-        else:
-            yield entry["name"]
 
 
 def _step_of_name(name: str) -> int:

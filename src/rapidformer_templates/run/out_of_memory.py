@@ -133,7 +133,8 @@ def _converted(where: str, hint: Callable[[], str], worker: str = "") -> Iterato
         if not is_out_of_memory(error):
             raise
         who = f"{worker} on {socket.gethostname()} is out of memory" if worker else "out of memory"
-        raise OutOfMemory(f"{who}: {_first_line(error)}", where=where, hint=hint()) from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise OutOfMemory(f"{who}: {reason}", where=where, hint=hint()) from error
 
 
 def explained_while_building(plan: Plan, rank: int, *, is_divided: bool) -> AbstractContextManager[None]:
@@ -148,7 +149,3 @@ def explained_while_building(plan: Plan, rank: int, *, is_divided: bool) -> Abst
         hint += "--fsdp-memory-optimization, which divides it while it is built"
     where = f"while the model is built, {' → '.join(plan.switches)} on {counted(plan.sizes.world, 'worker')}"
     return _converted(where, lambda: hint, f"worker {rank}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

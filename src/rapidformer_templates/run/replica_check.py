@@ -45,20 +45,6 @@ class Part:
     values: torch.Tensor
 
 
-@dataclass(frozen=True)
-class ReplicaDifference:
-    """Values that differ: their name, and the ranks that agree with each other, largest group first."""
-
-    name: str
-    ranks: Sequence[Sequence[int]]
-
-    @property
-    def outliers(self) -> Sequence[int]:
-        """The ranks that differ from most others. Empty if there is no majority."""
-        first, second, *_ = self.ranks
-        return [] if len(first) == len(second) else sorted(rank for group in self.ranks[1:] for rank in group)
-
-
 class ReplicaCheck:
     """Compares weights, optimizer state, random states and counters of the workers of a run.
 
@@ -107,8 +93,10 @@ class ReplicaCheck:
         hosts = workers.gather(socket.gethostname())
         # The order of the first worker that has them: weights, then the optimizer state, as the model defines them.
         in_order = sorted(differing.tolist(), key=lambda key: int(np.argmax(keys == key)))
-        differences = [_difference(names_of_all[key], ranks[keys == key], values[keys == key]) for key in in_order]
-        raise _error(differences, self.run.position.step, hosts)
+        groups: dict[int, list[int]] = {}  # the ranks that agree about the first difference, by their value
+        for rank, value in zip(ranks[keys == in_order[0]], values[keys == in_order[0]], strict=True):
+            groups.setdefault(int(value), []).append(int(rank))
+        raise _error([names_of_all[key] for key in in_order], [*groups.values()], self.run.position.step, hosts)
 
     def _parts(self) -> Iterator[Part]:
         """Yield the parts of this worker that others may have as well."""
@@ -175,26 +163,22 @@ def _number_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _difference(name: str, ranks: np.ndarray, values: np.ndarray) -> ReplicaDifference:
-    groups: dict[int, list[int]] = {}
-    for rank, value in zip(ranks.tolist(), values.tolist(), strict=True):
-        groups.setdefault(value, []).append(rank)
-    return ReplicaDifference(name, sorted(groups.values(), key=lambda group: (-len(group), group)))
+def _error(names: Sequence[str], groups: list[list[int]], step: int, hosts: Sequence[str]) -> ReplicasDiffer:
+    """Return the error for values that differ.
 
-
-def _error(differences: Sequence[ReplicaDifference], step: int, hosts: Sequence[str]) -> ReplicasDiffer:
-    first = differences[0]
-    if first.outliers:
-        who = (
-            f"{_listed(first.outliers, hosts)} differ{'s' * (len(first.outliers) == 1)} from {_listed(first.ranks[0])}"
-        )
-    else:
-        groups = " and ".join(_listed(group, hosts) for group in first.ranks)
-        who = f"{groups} differ, and any of them may be wrong"
-    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    Args:
+        names: what differs.
+        groups: ranks that agree with each other about the first of them.
+    """
+    largest, second, *_ = groups = sorted(groups, key=lambda group: (-len(group), group))
+    who = f"{' and '.join(_listed(group, hosts) for group in groups)} differ, and any of them may be wrong"
+    if len(largest) > len(second):
+        outliers = [rank for group in groups[1:] for rank in group]
+        who = f"{_listed(outliers, hosts)} differ{'s' * (len(outliers) == 1)} from {_listed(largest)}"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ReplicasDiffer(
         f"after step {step} {who}",
-        where="; ".join(difference.name for difference in differences[:SHOWN]) + more,
+        where="; ".join(names[:SHOWN]) + more,
         hint="a device, memory or the network may have failed, or code has changed one worker only; "
         "--check-replicas 0 does not compare",
     )

@@ -6,7 +6,7 @@ A run begins with a :class:`Template`, and :class:`Position` is its progress.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypedDict
 
@@ -165,6 +165,17 @@ class Run:
         getattr(self.hooks, event)(*values)
         for callback in self.callbacks:
             getattr(callback, event)(self.hooks, *values)
+
+    def exchange(self, microbatches: Sequence[MicroBatch], **values: float) -> dict[str, float]:
+        """Return sums over the ranks by name: of these values, and the ``targets``, ``samples`` and ``tokens``.
+
+        Workers of one replica have the same micro batches, so only one of them counts.
+        """
+        counting = [m for m in microbatches if not m.idle and self.workers.is_replica_leader]
+        values["targets"] = sum(m.targets for m in counting)
+        values["samples"] = sum(m.sample_count for m in counting)
+        values["tokens"] = sum(m.tokens for m in counting)
+        return dict(zip(values, self.workers.sum(*values.values()), strict=True))
 
     def with_target_count(self, microbatch: MicroBatch, name: str = "training samples") -> MicroBatch:
         """Record what the host must know about a micro batch (targets, size, masks) before it moves to the device.

@@ -34,7 +34,7 @@ from rapidformer_templates.errors import (
 )
 from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.system import launch
-from rapidformer_templates.system.private_folders import private_folder, write_private
+from rapidformer_templates.system.files import private_folder, write_private
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.run import Template

@@ -26,7 +26,7 @@ from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.engines.step import Step
-from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, OutOfMemory
+from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, OutOfMemory
 from rapidformer_templates.models.architectures import has_chosen_frequencies
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import no_device
@@ -48,7 +48,7 @@ from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.run import Position, Template, begin_run
 from rapidformer_templates.run.saving import check_base, checkpoint_to_load, restore_engine
 from rapidformer_templates.run.scripts import CALL
-from rapidformer_templates.run.step_errors import explain_parts, locate_device_errors
+from rapidformer_templates.run.step_errors import MAY_HELP, explain_parts, locate_device_errors, locate_non_finite
 from rapidformer_templates.run.watch import OWN_CODE, STEP
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import seed_all
@@ -231,12 +231,17 @@ class Session:
         """
         self._run.watch.enter(STEP, self.steps + 1)
         microbatches, problem = self._as_micro_batches(list(batches), self.plan.sizes.accumulation)
-        targets, samples, tokens = self._global_counts(microbatches, problem)
+        exchanged = self._exchange(microbatches, problem)
+        samples, tokens = int(exchanged["samples"]), int(exchanged["tokens"])
         first = self._meter.steps == 0
         if first:
             self._check_replicas(microbatches)
         watching = self._receipts.watch(microbatches) if first else nullcontext()
-        with self._locate_errors(self.steps), watching, self._run.engine.step(microbatches, targets) as step:
+        with (
+            self._locate_errors(self.steps),
+            watching,
+            self._run.engine.step(microbatches, exchanged["targets"]) as step,
+        ):
             yield step
         if step.result is None:
             return
@@ -246,9 +251,9 @@ class Session:
         if batches:
             self._placeholder = batches[-1]
         self._run.position.step += 1
-        self._run.position.samples += int(samples)
-        self._run.position.tokens += int(tokens)
-        self._meter.step(int(samples), int(tokens))
+        self._run.position.samples += samples
+        self._run.position.tokens += tokens
+        self._meter.step(samples, tokens)
         self._run.watch.enter(OWN_CODE, self.steps)
 
     def evaluate(self, batch: Batch | None) -> Evaluation:
@@ -261,7 +266,7 @@ class Session:
             DataError: see :meth:`step`.
         """
         microbatches, problem = self._as_micro_batches([] if batch is None else [batch], 1)
-        targets, _, _ = self._global_counts(microbatches, problem)
+        targets = self._exchange(microbatches, problem)["targets"]
         (microbatch,) = microbatches
         self._raise_pending_errors()
         with self._meter.paused(), evaluating(self._run.engine.model), self._run.engine.averaged():
@@ -387,23 +392,17 @@ class Session:
         name = "samples of this worker's batch"
         return [self._run.with_target_count(microbatch, name) for microbatch in (*own, *idle)], None
 
-    def _global_counts(self, microbatches: list[MicroBatch], problem: str | None) -> tuple[float, float, float]:
+    def _exchange(self, microbatches: list[MicroBatch], problem: str | None) -> dict[str, float]:
         """Return targets, samples and tokens of all workers' micro batches.
 
         Raises:
             DataError: a worker has a problem. Raised on all workers.
         """
-        counting = [m for m in microbatches if not m.idle and self.workers.is_replica_leader]
-        targets, samples, tokens, problems = self.workers.sum(
-            sum(m.targets for m in counting),
-            sum(m.sample_count for m in counting),
-            sum(m.tokens for m in counting),
-            problem is not None,
-        )
-        if problems:
+        exchanged = self._run.exchange(microbatches, problems=problem is not None)
+        if exchanged["problems"]:
             message = next(p for p in self.workers.gather(problem) if p)
             raise DataError(f"a worker passes {message}", where="session")
-        return targets, samples, tokens
+        return exchanged
 
     def _check_replicas(self, microbatches: list[MicroBatch]) -> None:
         """Check that the workers of one replica have the same batches. Otherwise they would train different models.
@@ -437,15 +436,8 @@ class Session:
     @contextmanager
     def _locate_errors(self, newest: int) -> Iterator[None]:
         """Add the step to a :class:`NonFiniteLoss` or a device failure. ``newest`` is the last started step."""
-        try:
-            with locate_device_errors(lambda: newest), explain_parts(self.plan):
-                yield
-        except NonFiniteLoss as error:
-            step = newest - error.age
-            raise NonFiniteLoss(
-                f"step {step + 1}: {error.message}; the weights are from after step {step}",
-                hint="a lower rate, --clip-grad or bf16 instead of fp16 may help",
-            ) from None
+        with locate_non_finite(newest, MAY_HELP), locate_device_errors(lambda: newest), explain_parts(self.plan):
+            yield
 
 
 def _lossy_part(value: object, name: str) -> str | None:
@@ -464,8 +456,10 @@ def _lossy_part(value: object, name: str) -> str | None:
     return next(filter(None, (_lossy_part(part, place) for place, part in parts.items())), None)
 
 
-def broadcast_weights(model: nn.Module) -> nn.Module:
-    """Copy weights and buffers of rank 0 to a model that each worker has built separately."""
+def built_on_each_worker(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return the model that a function builds, or a given model with the weights and buffers of rank 0."""
+    if not isinstance(model, nn.Module):
+        return model()
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.data, src=0)

@@ -182,6 +182,31 @@ def explain_parts(plan: Plan) -> Iterator[None]:
         ) from error
 
 
+MAY_HELP = "a lower --lr, --clip-grad or bf16 instead of fp16 may help"
+
+
+@contextmanager
+def locate_non_finite(
+    newest: int, hint: str, where: Callable[[NonFiniteLoss, int], str | None] = lambda error, step: None
+) -> Iterator[None]:
+    """Context for steps. It adds the step to a :class:`NonFiniteLoss`, which may belong to an earlier one.
+
+    Args:
+        newest: the last step that was started.
+        hint: what to do.
+        where: names the samples of a step.
+    """
+    try:
+        yield
+    except NonFiniteLoss as error:
+        step = newest - error.age
+        raise NonFiniteLoss(
+            f"step {step + 1}: {error.message}; the weights are from after step {step}",
+            where=where(error, step),
+            hint=hint,
+        ) from None
+
+
 TORCH = str(Path(torch.__file__).parent)
 
 

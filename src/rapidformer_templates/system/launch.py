@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 from rapidformer_templates.errors import ConfigError, Explained, Interrupted, ReportedError, WorkerFailed
 from rapidformer_templates.planning.environment import Launched, launched
 from rapidformer_templates.system import processes
-from rapidformer_templates.system.private_folders import private_folder, write_private
+from rapidformer_templates.system.files import private_folder, write_private
 from rapidformer_templates.system.processes import (
     ERROR_FILE,
     ErrorRecord,

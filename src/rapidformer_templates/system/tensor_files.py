@@ -1,7 +1,8 @@
 """Tensors in temporary files that are mapped into memory.
 
 When memory is short, the system drops pages of such files and reads them again at their next use. So a process can hold
-more tensors than fit into its memory, if it computes with a few of them at a time.
+more tensors than fit into its memory, if it computes with a few of them at a time. ``parameters_seen_by`` moves a model
+there while it is built.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from rapidformer_templates.system.files import write_at
 from rapidformer_templates.system.process_state import return_freed_memory
-from rapidformer_templates.system.seen_parameters import parameters_seen_by
 
 FIRST_FILE, LARGEST_FILE = 1 << 26, 1 << 32
 """Bytes of the first file, and of the largest one unless a tensor needs more. Each file has twice the last one's."""
@@ -142,3 +144,43 @@ class _Results(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         return tree_map_only(torch.Tensor, self.files.store, func(*args, **(kwargs or {})))
+
+
+See = Callable[[nn.Parameter], None]
+_Tensor: Any = torch.Tensor
+
+
+@contextmanager
+def parameters_seen_by(see: See) -> Iterator[None]:
+    """Call a function with each parameter that a module gets inside the context, and again if it gets new values."""
+
+    def see_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            see(parameter)
+
+    hook = register_module_parameter_registration_hook(see_registered)
+    try:
+        with _NewValues(see):
+            yield
+    finally:
+        hook.remove()
+
+
+class _NewValues(TorchFunctionMode):
+    """Sees assignments to ``data``."""
+
+    def __init__(self, see: See) -> None:
+        super().__init__()
+        self.see = see
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func == _Tensor.data.__set__ and isinstance(args[0], nn.Parameter):
+            self.see(args[0])
+        return result

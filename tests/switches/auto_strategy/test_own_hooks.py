@@ -17,8 +17,7 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.errors import ConfigError, ModelError
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.run.engine_on_fake_tensors import engine_memory, planned_memory
-from rapidformer_templates.run.planned_model import HookModel
+from rapidformer_templates.run.planned_model import HookModel, engine_memory, planned_memory
 from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import FlagModel, Subject
