@@ -236,6 +236,31 @@ class ForwardSequenceCheck:
         )
 
 
+def sum_with_unused(
+    total: torch.Tensor, unused: Sequence[int], parameters: int, workers: Workers, *, on_host: bool
+) -> tuple[torch.Tensor, list[int]]:
+    """Sum a scalar over the workers, and find the parameters without a gradient on all of them, in the same exchange.
+
+    Args:
+        unused: indices of the parameters without a gradient on this worker.
+        parameters: number of parameters.
+        on_host: whether to count between hosts, so that no host waits for its device.
+    """
+    if workers.world == 1 and not unused:
+        return total, []
+    if on_host:
+        any_unused = workers.sum(len(unused))[0] > 0
+        total = workers.sum_tensor(total)
+    else:
+        both = workers.sum_tensor(torch.stack([total, torch.full_like(total, len(unused))]))
+        total, any_unused = both[0], bool(both[1])
+    if not any_unused:
+        return total, []
+    indices = set(unused)
+    counts = workers.sum(*(float(index in indices) for index in range(parameters)))
+    return total, [index for index, count in enumerate(counts) if count == workers.world]
+
+
 Parameters = Callable[[], Iterable[torch.Tensor]]
 """Returns the parameters of a model as the graph of a forward has them."""
 

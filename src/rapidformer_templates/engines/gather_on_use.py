@@ -22,32 +22,17 @@ from rapidformer_templates.system.process_state import freed_memory_given_back
 from rapidformer_templates.system.tensor_files import parameters_seen_by
 
 _aten = torch.ops.aten
-OVERWRITES = frozenset(
-    {
-        _aten.zero_,
-        _aten.fill_,
-        _aten.copy_,
-        _aten.normal_,
-        _aten.uniform_,
-        _aten.random_,
-        _aten.bernoulli_,
-        _aten.exponential_,
-    }
-)
+OVERWRITES = frozenset({
+    _aten.zero_, _aten.fill_, _aten.copy_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_,
+    _aten.exponential_,
+})  # fmt: skip
 """Operations that write all of their first argument without reading it."""
 
 _Tensor: Any = torch.Tensor
-DIRECT_ACCESS = frozenset(
-    {
-        _Tensor.numpy,
-        _Tensor.__array__,
-        _Tensor.tolist,
-        _Tensor.data_ptr,
-        _Tensor.untyped_storage,
-        _Tensor.__deepcopy__,
-        _Tensor.__reduce_ex__,
-    }
-)
+DIRECT_ACCESS = frozenset({
+    _Tensor.numpy, _Tensor.__array__, _Tensor.tolist, _Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.__deepcopy__,
+    _Tensor.__reduce_ex__,
+})  # fmt: skip
 """Methods that reach the memory of a tensor without an operation."""
 
 

@@ -10,10 +10,8 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
@@ -26,6 +24,7 @@ from rapidformer_templates.engines.backwards import (
     WHOLE_WEIGHTS,
     checked_backwards,
     reached_parameters,
+    sum_with_unused,
     until_first_backward,
     with_unused_parameters,
 )
@@ -58,6 +57,7 @@ from rapidformer_templates.engines.shards import (
     local_part,
     model_shards,
     named_tensors,
+    send_first_values,
     shard_of,
 )
 from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
@@ -82,8 +82,7 @@ class SingleEngine:
 
     - :meth:`construction`, :meth:`_build`, :meth:`_shard`, :meth:`_build_optimizer`, :meth:`_distribute`: how the model
       is built and sharded, and which optimizer updates it
-    - :meth:`step`, :meth:`accumulation`, :meth:`_backward`: the order of micro batches, and when they exchange
-      gradients
+    - :meth:`step`, :meth:`accumulation`, :meth:`_backward`: the order of micro batches, and when gradients are summed
     - :attr:`gradient_divisor`, :meth:`_unused_here`, :meth:`_drop_unused`: how the exchange changes gradients
     - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_iter_update_chunks`, :meth:`_update`, together with
       :meth:`drop` and :meth:`_supports_async_step`
@@ -233,10 +232,6 @@ class SingleEngine:
     def update(self, loss: torch.Tensor, lr_factor: float) -> tuple[torch.Tensor, bool | torch.Tensor]:
         """Update the parameters. Returns the norm of the gradient before clipping, and whether the update was skipped.
 
-        Args:
-            loss: the mean over the global batch.
-            lr_factor: fraction of the peak learning rate.
-
         Raises:
             NonFiniteLoss: see :meth:`Step.update`.
         """
@@ -266,19 +261,10 @@ class SingleEngine:
 
         The exchange of the losses also finds parameters that received no gradient on any worker.
         """
-        workers, unused, any_unused = self.workers, self._unused_here(), False
-        if workers.world == 1 and not unused:
-            pass
-        elif self.monitor:  # an exchange between hosts, so that no host waits for its device
-            any_unused = workers.sum(len(unused))[0] > 0
-            total = workers.sum_tensor(total)
-        else:
-            both = workers.sum_tensor(torch.stack([total, torch.full_like(total, len(unused))]))
-            total, any_unused = both[0], bool(both[1])
-        if any_unused:
-            indices = set(unused)
-            counts = workers.sum(*(float(index in indices) for index in range(len(self._parameters))))
-            self._drop_unused([index for index, count in enumerate(counts) if count == workers.world])
+        total, unused = sum_with_unused(
+            total, self._unused_here(), len(self._parameters), self.workers, on_host=self.monitor is not None
+        )
+        self._drop_unused(unused)
         self._reduce()
         return total if self.gradient_divisor == 1.0 else total / self.gradient_divisor
 
@@ -549,7 +535,7 @@ class DDPEngine(SingleEngine):
 
     def _distribute(self) -> nn.Module:
         device = self.workers.device
-        self._send_first_values()
+        send_first_values(self.model, self.workers)
         ddp = DistributedDataParallel(
             self.model,
             device_ids=[device.index] if accelerator.is_asynchronous(device) else None,
@@ -559,25 +545,6 @@ class DDPEngine(SingleEngine):
         if self._accumulates:
             ddp.register_comm_hook(None, lambda _, bucket: self._average_if_last(bucket))
         return ddp
-
-    def _send_first_values(self) -> None:
-        """Give all workers the first one's values, in place. DDP would copy 250 MB at a time.
-
-        Raises:
-            RapidformerError: the workers have built different models.
-        """
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        tensors = {name: tensor.detach() for name, tensor in named if not isinstance(tensor, DTensor)}
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        for rank, others in enumerate(self.workers.gather(shapes)):
-            if differing := sorted(dict(shapes.items() ^ others.items())):
-                message = f"workers {self.workers.rank} and {rank} have built different models: {differing[0]}"
-                raise RapidformerError(message, where="build_model()", hint="build the same layers on each worker")
-        for tensor in tensors.values():
-            values = tensor.contiguous()
-            dist.broadcast(values, src=0)
-            if values is not tensor:
-                tensor.copy_(values)
 
     def _average_if_last(self, bucket: Any) -> Future[torch.Tensor]:
         """All-reduce a ``GradBucket`` of DDP in the last micro batch of a step. Leave it unchanged before that."""

@@ -100,15 +100,23 @@ def read_group(optimizer: Optimizer, index: int, names: Sequence[str], reader: S
     keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in set(names)}
     group, scalars = optimizer.param_groups[index], {}
     for key in sorted(split_keys(optimizer, sorted(keys))[1]):
-        values = {n: reader.read("optimizer", f"{n}/{key}", (), ()) for n in names if f"{n}/{key}" in saved}
-        if len({float(value) for value in values.values()}) > 1:
-            some = ", ".join(f"{name} {float(value):g}" for name, value in list(values.items())[:4])
-            raise CheckpointError(
-                f"the parameters differ in {key.removeprefix(PREFIX)}: {some}",
-                hint="this optimizer has one for many parameters; continue with the one that it was saved by",
-            )
-        scalars[key.removeprefix(PREFIX)] = next(iter(values.values()))
+        holders = [name for name in names if f"{name}/{key}" in saved]
+        hint = "this optimizer has one for many parameters; continue with the one that it was saved by"
+        scalars[key.removeprefix(PREFIX)] = read_shared_value(reader, key, holders, hint)
     return _in_group_form(group, scalars)
+
+
+def read_shared_value(reader: StateReader, key: str, names: Sequence[str], hint: str) -> torch.Tensor:
+    """Read a number that a checkpoint has for each of these parameters, and an optimizer once for all of them.
+
+    Raises:
+        CheckpointError: they have different ones. ``hint`` says what to do.
+    """
+    values = {name: reader.read("optimizer", f"{name}/{key}", (), ()) for name in names}
+    if len({float(value) for value in values.values()}) > 1:
+        some = ", ".join(f"{name} {float(value):g}" for name, value in list(values.items())[:4])
+        raise CheckpointError(f"the parameters differ in {key.removeprefix(PREFIX)}: {some}", hint=hint)
+    return next(iter(values.values()))
 
 
 def counts_in_groups(optimizer: Optimizer) -> bool:

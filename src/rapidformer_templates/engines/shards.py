@@ -14,12 +14,13 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.boxes import Index, divided_over
-from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.errors import CheckpointError, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.system.workers import Workers
 
@@ -307,3 +308,23 @@ def _norm_of_each(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for dtype, values in by_type.items()
         for norm in torch._foreach_norm(values, dtype=torch.promote_types(dtype, torch.float32))
     ]
+
+
+def send_first_values(model: nn.Module, workers: Workers) -> None:
+    """Give all workers the first one's values, in place. DDP would copy 250 MB at a time.
+
+    Raises:
+        RapidformerError: the workers have built different models.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = {name: tensor.detach() for name, tensor in named if not isinstance(tensor, DTensor)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for rank, others in enumerate(workers.gather(shapes)):
+        if differing := sorted(dict(shapes.items() ^ others.items())):
+            message = f"workers {workers.rank} and {rank} have built different models: {differing[0]}"
+            raise RapidformerError(message, where="build_model()", hint="build the same layers on each worker")
+    for tensor in tensors.values():
+        values = tensor.contiguous()
+        dist.broadcast(values, src=0)
+        if values is not tensor:
+            tensor.copy_(values)

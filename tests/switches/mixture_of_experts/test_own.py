@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.models.model_files import OWN_EXPERTS
-from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import patch_native_experts
+from rapidformer_templates.switches.mixture_of_experts.layer import patch_native_experts
 from tests.support.mixtures import MixtralJob, tiny
 from tests.support.parity import trained
 from tests.support.worker_pool import alone

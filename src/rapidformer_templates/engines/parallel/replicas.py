@@ -497,11 +497,7 @@ def _build_buckets(
         members[key].sort(key=lambda size: trained[size[0]].name)
     by_stages = {key: members[key] for key in sorted(members, key=lambda key: key.stages)}
     keys = buckets_by_key(
-        by_stages,
-        limit,
-        ranks=lambda key: key.copies.size,
-        whole=whole,
-        is_tied=lambda key: key.stages != (),
+        by_stages, limit, ranks=lambda key: key.copies.size, whole=whole, is_tied=lambda key: key.stages != ()
     )
 
     def sort_key(bucket: Bucket) -> tuple[bool, int]:

@@ -31,8 +31,7 @@ from rapidformer_templates.switches.auto_strategy.stand_ins import FakeDataReads
 from rapidformer_templates.switches.auto_strategy.step_seconds import CommunicationSizes
 from rapidformer_templates.switches.auto_strategy.tracing import Batch, loss_of_model
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
-from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate
-from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts, routers_of
+from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate, own_experts, routers_of
 from rapidformer_templates.system.workers import Workers
 
 HEADS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}

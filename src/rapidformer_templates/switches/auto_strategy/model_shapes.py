@@ -40,8 +40,7 @@ from rapidformer_templates.switches.auto_strategy.tracing import (
     trace,
     without_warnings,
 )
-from rapidformer_templates.switches.mixture_of_experts.layer import Experts
-from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts
+from rapidformer_templates.switches.mixture_of_experts.layer import Experts, own_experts
 
 TRACED_SAMPLES = (2, 4)
 """Micro-batch sizes to trace if the exact one is not needed. Not 1, because dimensions of size 1 save copies."""

@@ -163,9 +163,7 @@ def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     The result overwrites ``x``, unless a backward reads ``x`` again.
     """
     return _differentiable(
-        x,
-        lambda x: peers.sum(x.detach().clone() if matmuls_are_saved() else x.detach()),
-        lambda gradient: gradient,
+        x, lambda x: peers.sum(x.detach().clone() if matmuls_are_saved() else x.detach()), lambda gradient: gradient
     )
 
 

@@ -218,8 +218,4 @@ class ContextDivision(Receipt):
         shards = engine.assembly.find(ContextSequenceShards)
         if shards is None:
             return {}
-        return {
-            "context_tokens": shards.shard_sizes,
-            "context_attention": shards.attended,
-            "context_kind": shards.kind,
-        }
+        return {"context_tokens": shards.shard_sizes, "context_attention": shards.attended, "context_kind": shards.kind}

@@ -27,13 +27,15 @@ from rapidformer_templates.engines.local import DDPEngine
 from rapidformer_templates.engines.shards import COPIES, NO_COPIES, copies_of, local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import base_of
-from rapidformer_templates.switches.mixture_of_experts.layer import Experts, group_by_expert, ungroup
-from rapidformer_templates.switches.mixture_of_experts.transform import sparse_layers
-from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import (
+from rapidformer_templates.switches.mixture_of_experts.layer import (
     IMPLEMENTATION,
+    Experts,
+    group_by_expert,
     grouped_experts,
     own_experts,
+    ungroup,
 )
+from rapidformer_templates.switches.mixture_of_experts.transform import sparse_layers
 
 _numbers = itertools.count()
 

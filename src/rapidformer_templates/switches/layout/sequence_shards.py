@@ -208,10 +208,7 @@ class SequenceShards:
             recorded = getattr(output, name, None)
             if isinstance(recorded, tuple) and len(recorded) > 1:
                 length = recorded[-1].shape[DIM]
-                output[name] = (
-                    *(x if x is None else self.gather(x, length) for x in recorded[:-1]),
-                    recorded[-1],
-                )
+                output[name] = (*(x if x is None else self.gather(x, length) for x in recorded[:-1]), recorded[-1])
 
 
 class _BlockListRun:

@@ -26,11 +26,7 @@ from rapidformer_templates.switches.layout.collectives import (
     reduce_scatter,
     scatter,
 )
-from rapidformer_templates.switches.layout.divided_tensors import (
-    DividedLogits,
-    DividedVocabularyShard,
-    check_inside,
-)
+from rapidformer_templates.switches.layout.divided_tensors import DividedLogits, DividedVocabularyShard, check_inside
 from rapidformer_templates.switches.layout.sequence_shards import DIM, SequenceShards, Streams, first_argument
 
 Forward = Callable[..., Any]

@@ -24,13 +24,7 @@ from rapidformer_templates.engines.contract import Engine, TrainedAndFrozen, mer
 from rapidformer_templates.engines.local import COMPUTE_TYPES
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.adapters import (
-    FrozenBase,
-    fingerprint,
-    fp32_fingerprint,
-    identity_of,
-    new_modules_of,
-)
+from rapidformer_templates.models.adapters import FrozenBase, fingerprint, fp32_fingerprint, identity_of, new_modules_of
 from rapidformer_templates.models.blocks import AbsentModule, SkippedBlock, bytes_of, canonical_name
 from rapidformer_templates.models.blocks import is_quantized as holds_codes
 from rapidformer_templates.switches.lora.declaration import LoraFlags

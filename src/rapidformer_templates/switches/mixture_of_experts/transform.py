@@ -27,12 +27,14 @@ from rapidformer_templates.models.loading import LoadingInfo
 from rapidformer_templates.models.model_files import CONVERTED, is_converted
 from rapidformer_templates.models.weight_files import tensors_in
 from rapidformer_templates.switches.mixture_of_experts.declaration import MixtureOfExpertsFlags
-from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate, SparseFeedForward
-from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
-from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import (
+from rapidformer_templates.switches.mixture_of_experts.layer import (
+    Experts,
+    Gate,
+    SparseFeedForward,
     has_own_experts,
     patch_native_experts,
 )
+from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 from rapidformer_templates.system.files import write_json
 
 BALANCE, Z = 0.01, 0.001
@@ -287,10 +289,7 @@ def mark(folder: Path) -> None:
     file = folder / "config.json"
     saved = json.loads(file.read_text(encoding="utf-8"))
     if KEY in saved:
-        write_json(
-            file,
-            saved | {"model_type": CONVERTED + saved["model_type"], "num_experts": saved[KEY]["experts"]},
-        )
+        write_json(file, saved | {"model_type": CONVERTED + saved["model_type"], "num_experts": saved[KEY]["experts"]})
 
 
 def is_marked(folder: Path) -> bool:

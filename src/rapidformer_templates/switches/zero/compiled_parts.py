@@ -49,10 +49,7 @@ class PartError(RapidformerError):
 
 
 # DeepSpeed's shm_comm is missing here on purpose: see :func:`leave_out_shm_comm`.
-PARTS = {
-    "cpu_adam": ("CPUAdamBuilder", ("cpu_adam",)),
-    "async_io": ("AsyncIOBuilder", ("async_io", "pin_memory")),
-}
+PARTS = {"cpu_adam": ("CPUAdamBuilder", ("cpu_adam",)), "async_io": ("AsyncIOBuilder", ("async_io", "pin_memory"))}
 """Each part with DeepSpeed's builder and its subfolders."""
 
 

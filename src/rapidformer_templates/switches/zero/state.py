@@ -24,6 +24,7 @@ from rapidformer_templates.engines.optimizer_state import (
     exchange_with_average,
     group_entries,
     read_group,
+    read_shared_value,
     split_keys,
     step_once,
 )
@@ -37,7 +38,6 @@ from rapidformer_templates.engines.shards import (
     named_tensors,
     whole_shard,
 )
-from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
@@ -238,16 +238,8 @@ class ZeroState(ABC):
             saved_fragments = [f for f in fragments if f"{f.name}/{key}" in saved]
             if _is_one_number(key, reader):
                 # Each parameter has this value, but a flat partition has it only once.
-                counts = {f.name: reader.read("optimizer", f"{f.name}/{key}", (), ()) for f in saved_fragments}
-                values = {float(count) for count in counts.values()}
-                if len(values) > 1:
-                    some = ", ".join(f"{name} {float(count):g}" for name, count in list(counts.items())[:4])
-                    raise CheckpointError(
-                        f"the parameters differ in {key}: {some}",
-                        hint="ZeRO has one for many parameters; continue without ZeRO, "
-                        "or freeze what is not always trained",
-                    )
-                count = next(iter(counts.values()))
+                hint = "ZeRO has one for many parameters; continue without ZeRO, or freeze what is not always trained"
+                count = read_shared_value(reader, key, [f.name for f in saved_fragments], hint)
                 # DeepSpeed's own optimizers count in plain integers, torch's in tensors.
                 state[key] = int(count) if type(self.optimizer.optimizer).__module__.startswith("deepspeed") else count
                 continue
