@@ -19,8 +19,8 @@ from rapidformer_templates.data.loader import MicroBatch, load
 from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.types import Batch, Data, Endless
-from rapidformer_templates.engines.loss import loss_and_count
 from rapidformer_templates.engines.contract import bytes_by_kind
+from rapidformer_templates.engines.loss import loss_and_count
 from rapidformer_templates.errors import ConfigError, ModelError, RapidformerError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.config import RunConfig
