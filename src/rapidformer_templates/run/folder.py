@@ -169,14 +169,12 @@ class MetricsFile:
 
     Attributes:
         garbled: numbers of the lines that could not be read, and are left out.
-        newest: the newest step that an earlier process has logged, 0 if there is none.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
         """Open the file and drop lines after ``last_step``, because the run will write them again."""
         lines = dict(_lines(path))
         self.garbled = [number for number, line in lines.items() if line is None]
-        self.newest = max((line["step"] for line in lines.values() if line is not None), default=0)
         remaining = [line for line in lines.values() if line is not None and line["step"] <= last_step]
         with writing(path):
             if path.exists():

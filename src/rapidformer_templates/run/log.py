@@ -1,9 +1,10 @@
 """The log of a run: its metrics in ``metrics.jsonl`` and in the trackers, and its progress on the terminal.
 
 Trackers receive the flags and the plan, each line of ``metrics.jsonl`` once, and the summary. A resumed run repeats
-some steps: it continues to send after the newest step that ``metrics.jsonl`` had, or at the step where the tracker has
-failed. A tracker that is new to the run receives all lines. The means of the loss and the gradient norms of the layers
-(``--log-layer-grad-norms``) are values of such lines.
+some steps, and some values of the earlier process may not have arrived. So each tracker's store is read once at the
+start. The tracker then receives the missing values of the lines that are kept, and those values of new lines that it
+does not have yet. The means of the loss and the gradient norms of the layers (``--log-layer-grad-norms``) are values of
+such lines.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 import torch
 
@@ -29,7 +30,7 @@ from rapidformer_templates.planning.flag_values import chosen_trackers
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.folder import MetricsFile, MetricsLine, RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.trackers import KINDS, RunName, Tracker
+from rapidformer_templates.run.trackers import KINDS, IsLogged, RunName, Tracker
 from rapidformer_templates.system.accelerator import HostCopy
 from rapidformer_templates.system.files import JSON_ERRORS, write_json
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
@@ -38,14 +39,12 @@ from rapidformer_templates.system.workers import Workers
 RUN_IDS = "runs.json"
 """File with the identity of the run in each tracker, so that a resumed run finds it again."""
 
-CONFIGURED, SENT, ENDED = "configured", "sent", "ended"
-"""Keys of ``runs.json`` next to the identity: whether the tracker has the parameters, the newest step that it got
-before it failed, and the step of the summary that it has."""
-
+CONFIGURED = "configured"
 DECISIONS = ("template", "engine", "device", "precision", "optimizer", "optimizer_implementation", "switches")
 """Fields of the plan that are parameters of a run."""
 
 Parameter = str | int | float | bool
+V = TypeVar("V")
 
 
 class TrackerResult(TypedDict):
@@ -69,7 +68,6 @@ class Trackers:
         names: names of the trackers.
         run_name: names of the run in the trackers.
         config, plan: logged as the parameters of the run if it is new to a tracker.
-        newest, first: the newest step that an earlier process has logged, and the step at which this one begins.
     """
 
     def __init__(
@@ -80,14 +78,12 @@ class Trackers:
         config: RunConfig,
         plan: Plan,
         workers: Workers,
-        newest: int,
-        first: int,
     ) -> None:
         self.workers = workers
         self.folder = folder
         self.failed: dict[str, str] = {}
         ids = folder.trackers / RUN_IDS
-        self._known: dict[str, dict[str, str | int]] = {}
+        self._known: dict[str, dict[str, str | bool]] = {}
         """The identities that an earlier process of this run stored."""
         if ids.exists():
             try:
@@ -95,29 +91,27 @@ class Trackers:
             except JSON_ERRORS as error:
                 say(workers, f"{ids} cannot be read ({error}): the trackers begin new runs", loud=True)
         self._open: dict[str, Tracker] = {}
-        self._sent: dict[str, int] = {}
-        """The newest step that each tracker has."""
+        self._is_logged: dict[str, IsLogged] = {}
         self._row: dict[str, float] = {}
         self._step = 0
         folder.trackers.mkdir(exist_ok=True)
         parameters = run_parameters(config, plan)
         for name in names:
-            saved = self._known.get(name, {})
-            arrived = first if KINDS[name].sends_later else newest
-            self._sent[name] = int(saved.get(SENT, arrived)) if saved else -1
             self._try(name, partial(self._open_tracker, name, run_name, parameters))
         for line in read_metrics(folder.metrics):
             self.log(line)
 
     def _open_tracker(self, name: str, run_name: RunName, parameters: Mapping[str, Parameter]) -> None:
         saved = self._known.get(name, {})
-        identity = {key: value for key, value in saved.items() if isinstance(value, str)}
+        identity = {key: str(value) for key, value in saved.items() if key != CONFIGURED}
         self._open[name] = tracker = KINDS[name](self.folder.trackers, run_name, identity)
+        self._remember(name, {**tracker.identity, CONFIGURED: saved.get(CONFIGURED, False)})
         if tracker.sends_later or not saved.get(CONFIGURED):
             tracker.configure(parameters)
-        self._remember(name, {**tracker.identity, CONFIGURED: True, ENDED: saved.get(ENDED, -1)})
+            self._remember(name, {**tracker.identity, CONFIGURED: True})
+        self._is_logged[name] = tracker.logged()
 
-    def _remember(self, name: str, identity: dict[str, str | int]) -> None:
+    def _remember(self, name: str, identity: dict[str, str | bool]) -> None:
         self._known[name] = identity
         write_json(self.folder.trackers / RUN_IDS, self._known)
 
@@ -134,37 +128,36 @@ class Trackers:
         """Log the collected values of the current step. No more values may follow for it."""
         row, self._row = self._row, {}
         if row:
-            self._all(lambda name, tracker: self._log_new(name, tracker, row))
+            self._all(lambda tracker, is_logged: self._log_new(tracker.log, row, is_logged))
 
-    def _log_new(self, name: str, tracker: Tracker, row: Mapping[str, float]) -> None:
-        if self._step > self._sent[name]:
-            tracker.log(row, self._step)
-            self._sent[name] = self._step
+    def _log_new(self, log: Callable[[Mapping[str, V], int], None], row: Mapping[str, V], is_logged: IsLogged) -> None:
+        new = {name: value for name, value in row.items() if not is_logged(name, self._step)}
+        if new:
+            log(new, self._step)
 
     def end(self, summary: Summary) -> dict[str, TrackerResult]:
         """Log the summary, and close. Returns the result of each tracker by its name."""
         self.flush()
         self._step = summary["steps"]
-        self._all(lambda name, tracker: self._summarise(name, tracker, summary))
+        self._all(
+            lambda tracker, is_logged: self._log_new(
+                tracker.summarise, results_of(summary, totals_as_text=not tracker.has_summary), is_logged
+            )
+        )
         where = {name: tracker.where for name, tracker in self._open.items()}
         self.close()
         return {
             name: {"where": where.get(name), "failed": self.failed.get(name)} for name in sorted({*where, *self.failed})
         }
 
-    def _summarise(self, name: str, tracker: Tracker, summary: Summary) -> None:
-        if self._known[name][ENDED] != self._step:  # otherwise the run was complete before
-            tracker.summarise(results_of(summary, totals_as_text=not tracker.has_summary), self._step)
-            self._remember(name, {**self._known[name], ENDED: self._step})
-
     def close(self) -> None:
         self.flush()
-        self._all(lambda _, tracker: tracker.finish())
+        self._all(lambda tracker, _: tracker.finish())
         self._open.clear()
 
-    def _all(self, call: Callable[[str, Tracker], None]) -> None:
+    def _all(self, call: Callable[[Tracker, IsLogged], None]) -> None:
         for name, tracker in list(self._open.items()):
-            self._try(name, partial(call, name, tracker))
+            self._try(name, lambda name=name, tracker=tracker: call(tracker, self._is_logged[name]))  # type: ignore[misc]
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
         """Disable a tracker if the call fails. Trackers may raise any exception, and none should end a run."""
@@ -172,8 +165,6 @@ class Trackers:
             call()
         except Exception as error:
             self._open.pop(name, None)
-            if name in self._known:
-                self._remember(name, {**self._known[name], SENT: self._sent[name]})
             reason = next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__
             self.failed[name] = f"{reason} (at step {self._step})"
             say(
@@ -184,14 +175,14 @@ class Trackers:
             )
 
 
-def open_trackers(run: Run, newest: int) -> Trackers | None:
-    """Open the trackers of a run on its main worker. None if there are none. ``newest`` is the newest logged step."""
+def open_trackers(run: Run) -> Trackers | None:
+    """Open the trackers of a run on its main worker. None if there are none."""
     training, folder = run.config.training, run.folder
     names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
     if not names or folder is None or not run.workers.is_main:
         return None
     run_name = RunName(training.run_name or folder.path.resolve().name, training.project_name)
-    return Trackers(folder, names, run_name, run.config, run.plan, run.workers, newest, run.position.step)
+    return Trackers(folder, names, run_name, run.config, run.plan, run.workers)
 
 
 def run_parameters(config: RunConfig, plan: Plan) -> dict[str, Parameter]:
@@ -413,9 +404,7 @@ def open_log(run: Run, total: int) -> Log:
     if metrics and metrics.garbled:
         numbers = ", ".join(map(str, metrics.garbled[:8])) + (" …" if len(metrics.garbled) > 8 else "")
         say(run.workers, f"left out lines of metrics.jsonl that cannot be read: {numbers}", loud=True)
-    return Log(
-        metrics, open_trackers(run, metrics.newest if metrics else 0), Progress(total, step, show=is_main), run.workers
-    )
+    return Log(metrics, open_trackers(run), Progress(total, step, show=is_main), run.workers)
 
 
 class LayerGradNorms:

@@ -1,16 +1,22 @@
-"""The trackers of ``--report-to``: how accelerate opens them, and how a resumed run continues in the same one."""
+"""The trackers of ``--report-to``: how accelerate opens them, and how a resumed run finds its earlier values.
+
+Logged values are looked up in the tracker's own store, because a killed process does not know what arrived there.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import struct
 import uuid
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import environ
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -22,6 +28,9 @@ PROJECT = "rapidformer"
 
 MAX_TAG = 5000
 """Characters that every version of mlflow accepts in a tag."""
+
+IsLogged = Callable[[str, int], bool]
+"""Returns whether a value with this name was logged for this step."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,7 @@ class Tracker(ABC):
 
     Attributes:
         has_summary: whether a run has single values that are not curves.
-        sends_later: whether values may be lost if the process dies. A resumed run then sends the parameters again, and
-            the steps that it repeats.
+        sends_later: whether values may be lost if the process dies. The parameters are then sent at each start.
     """
 
     name: ClassVar[str]
@@ -80,6 +88,10 @@ class Tracker(ABC):
     def _started(self) -> None:  # noqa: B027 - some have nothing to add
         """Store the name and location that the tracker has chosen for the run."""
 
+    @abstractmethod
+    def logged(self) -> IsLogged:
+        """Return a function that looks up logged values in the tracker's own store."""
+
     @property
     @abstractmethod
     def where(self) -> str:
@@ -105,6 +117,13 @@ def _tracker(name: str, /, *arguments: object, **keywords: object) -> GeneralTra
     return LOGGER_TYPE_TO_CLASS[name](*arguments, **keywords)
 
 
+def _logged_steps(entries: Iterable[tuple[str, int]]) -> IsLogged:
+    steps: dict[str, set[int]] = defaultdict(set)
+    for name, step in entries:
+        steps[name].add(step)
+    return lambda name, step: step in steps[name]
+
+
 class TensorBoard(Tracker):
     """TensorBoard event files."""
 
@@ -116,6 +135,17 @@ class TensorBoard(Tracker):
 
     def _open(self) -> GeneralTracker:
         return _tracker("tensorboard", self._events.name, self._events.parent)
+
+    def logged(self) -> IsLogged:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(self._events), size_guidance={"scalars": 0})
+        events.Reload()
+        texts = {tag: tag.removesuffix("/text_summary") for tag in events.Tags()["tensors"]}
+        scalars = ((tag, event.step) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
+        return _logged_steps(
+            [*scalars, *((name, event.step) for tag, name in texts.items() for event in events.Tensors(tag))]
+        )
 
     @property
     def where(self) -> str:
@@ -134,6 +164,16 @@ class WandB(Tracker):
         self.identity.setdefault("id", uuid.uuid4().hex[:8])
         options = {"id": self.identity["id"], "name": self.identity["name"], "dir": str(self.folder)}
         return _tracker("wandb", self.identity["project"], resume="allow", **options)
+
+    def logged(self) -> IsLogged:
+        """Look up logged values. A server only knows its newest step. Offline, the local files list all values."""
+        run = self.tracker.tracker
+        if not run.offline:
+            newest = run.step
+            return lambda name, step: step < newest
+        files = sorted((self.folder / "wandb").glob(f"*run-*-{self.identity['id']}/*.wandb"))
+        entries = (row for path in files for row in rows(path))
+        return _logged_steps((name, row["_step"]) for row in entries if "_step" in row for name in row)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.tracker.log(dict(values), step=step, commit=True)  # otherwise it would wait for the next step
@@ -168,6 +208,16 @@ class MLflow(Tracker):
         import mlflow
 
         self.identity |= {"id": self.tracker.tracker.info.run_id, "uri": mlflow.get_tracking_uri()}
+
+    def logged(self) -> IsLogged:
+        import mlflow
+
+        client, run = mlflow.MlflowClient(), self.identity["id"]
+        names = client.get_run(run).data.metrics
+        is_logged = _logged_steps(
+            (name, metric.step) for name in names for metric in client.get_metric_history(run, name)
+        )
+        return lambda name, step: is_logged(_allowed(name), step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         super().log({_allowed(name): value for name, value in values.items()}, step)
@@ -204,9 +254,53 @@ class Trackio(Tracker):
             self.identity["id"] = self.identity["name"] + (f"-{uuid.uuid4().hex[:8]}" if is_taken else "")
         return _tracker("trackio", self.identity["project"], name=self.identity["id"], resume="allow")
 
+    def logged(self) -> IsLogged:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        logs = SQLiteStorage.get_logs(self.identity["project"], self.identity["id"])
+        return _logged_steps((name, row["step"]) for row in logs for name in row)
+
     @property
     def where(self) -> str:
         return f"trackio show --project {self.identity['project']}"
 
 
 KINDS: Mapping[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, WandB, MLflow, Trackio)}
+
+
+HEAD = 7
+"""Bytes before the first block, and before each piece of an entry."""
+
+BLOCK = 32768
+WHOLE, FIRST, LAST = 1, 2, 4
+
+
+def entries(path: Path) -> Iterator[bytes]:
+    """Yield the complete entries. The file of a killed run may end anywhere."""
+    data = path.read_bytes()
+    position, entry = HEAD, b""
+    while position + HEAD <= len(data):
+        room = BLOCK - position % BLOCK
+        if room < HEAD:
+            position += room  # the rest of a block has no room for a header
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        piece = data[position + HEAD : position + HEAD + length]
+        if len(piece) < length or kind == 0:
+            return
+        position += HEAD + length
+        entry = piece if kind in (WHOLE, FIRST) else entry + piece
+        if kind in (WHOLE, LAST):
+            yield entry
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the logged values of each step, in the order in which they were logged. ``_step`` is the step."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    for entry in entries(path):
+        record = Record()
+        record.ParseFromString(entry)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
