@@ -62,8 +62,8 @@ class BenchModel:
     def sample(self, index: int) -> Tokens:
         """Draw a sample. An index always gives the same one."""
         tokens = torch.randint(self.vocabulary, (self.tokens,), generator=torch.Generator().manual_seed(SEED + index))
-        if self.kind == "gpt":
-            return {"input_ids": tokens, "labels": tokens}
+        if self.kind == "gpt":  # nothing predicts the first token, but transformers' Trainer counts its label
+            return {"input_ids": tokens, "labels": torch.where(torch.arange(self.tokens) > 0, tokens, -100)}
         if self.kind == "classifier":
             return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[0] % 2}
         # Every sample has the same number of targets, so the mean over a batch does not depend on how it is divided.
