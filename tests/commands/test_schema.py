@@ -123,7 +123,7 @@ def _commands() -> list[str]:
     """Return the examples of all rules, each switch, and pairs of switches."""
     draw = random.Random(3)
     pairs = draw.sample(list(itertools.combinations(REGISTRY.switches, 2)), 60)
-    commands = [rule.example.flags for rule in REGISTRY.all_rules]
+    commands = [rule.example for rule in REGISTRY.all_rules]
     for switches in [*((switch,) for switch in REGISTRY.switches), *pairs]:
         values = {name: value for switch in switches for name, value in switch.on.items()}
         words = [_word(name, value) for name, value in values.items()]

@@ -110,6 +110,8 @@ def test_a_script_with_its_own_model_and_data(tmp_path: Path, capsys: pytest.Cap
     assert "predicts in one process" in refused(
         capsys, *words, "--overwrite", "--part", "test", "--nproc-per-node", "2"
     )
+    assert main(["evaluate", str(run), *hooks, "--data-dir", str(tmp_path)]) == 0
+    assert "the build_data of Own is the script's: --data-dir acts if it reads" in capsys.readouterr().err
     assert "is not of a run" in refused(capsys, "evaluate", _moved(run / "export", tmp_path / "model"), *hooks)
 
 

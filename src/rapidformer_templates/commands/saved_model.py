@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rapidformer_templates.commands.export import step_to_export
 from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector
-from rapidformer_templates.planning.config import COMMAND_LINE, RunConfig
+from rapidformer_templates.planning.config import COMMAND_LINE, RunConfig, spelling
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, check_values, parse, parse_words
 from rapidformer_templates.planning.flags import DataFlags, ModelFlags, flag
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.saved_model import SavedModel, find_saved, values_of
-from rapidformer_templates.run.scripts import capture_template
+from rapidformer_templates.run.scripts import capture_template, overridden_hooks
 from rapidformer_templates.system import launch
 
 if TYPE_CHECKING:
@@ -147,6 +147,10 @@ def template_of_script(
     in_code = {name: of_the_run[name] for name in (of_the_run.keys() & names).difference(left_out)}
     in_code |= {name: (value, "the command") for name, value in more.items()}
     in_code |= {name: (value, COMMAND_LINE) for name, value in values.items()}
+    given = [spelling(f.name) for f in dataclasses.fields(DataFlags) if f.name in values]
+    if given and "build_data" in overridden_hooks(type(template)):
+        own = f"the build_data of {type(template).__name__} is the script's"
+        print(f"note       {own}: {', '.join(given)} acts if it reads self.config.data", file=sys.stderr)
     template.set_config(REGISTRY.merge_files(parse([], REGISTRY.options(), user=user, in_code=in_code)))
     return template
 
