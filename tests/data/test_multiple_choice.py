@@ -191,9 +191,9 @@ def test_mixtures_have_one_number_of_choices(load: Load, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--data-iterator dynamic-shape", "dynamic-shape cannot be combined with task multiple_choice"),
+        ("--data-iterator dynamic-shape", "dynamic-shape cannot be combined with --task multiple_choice"),
         ("--pack-sequences", "--pack-sequences needs --task causal_lm"),
-        ("--neftune-alpha 5", "not for the choices of --task multiple_choice"),
+        ("--neftune-alpha 5", "is for samples of one row, unlike those of --task multiple_choice"),
         ("--streaming --train-iters 2", "cannot be streamed|streaming"),
         ("--mask-prob 0.2", "the task multiple_choice does not use --mask-prob"),
     ],
