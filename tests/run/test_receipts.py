@@ -16,7 +16,7 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import DDP_ENGINE
 from rapidformer_templates.planning.switch import Measured
-from rapidformer_templates.run import fit
+from rapidformer_templates.run import loop
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.run import Run
 from tests.support import combinations
@@ -88,7 +88,7 @@ def _broken(workers: Any, found: Combination, name: str, act: str) -> None:
         complete.plan, complete.config = asked.plan, asked.config
         return Receipts(complete, order)
 
-    with mock.patch.dict(REGISTRY._by_name, plain), mock.patch.object(fit, "Receipts", receipts):
+    with mock.patch.dict(REGISTRY._by_name, plain), mock.patch.object(loop, "Receipts", receipts):
         trained.fit()
 
 
