@@ -22,7 +22,7 @@ from rapidformer_templates.switches.zero import compiled_parts as parts
 
 # Builds like torch.utils.cpp_extension: it holds a file `lock` while it compiles, and a killed process leaves it.
 FAKE = """
-import os, pathlib, subprocess, time
+import os, pathlib, signal, subprocess, time
 
 class Builder:
     def load(self, verbose):
@@ -36,12 +36,9 @@ class Builder:
         seconds = os.environ.get("FAKE_SECONDS")
         if seconds:  # ninja starts each compiler in a separate process group, and ends it when it is interrupted
             compiler = subprocess.Popen(["sleep", seconds], process_group=0)
+            signal.signal(signal.SIGINT, lambda *_: (compiler.kill(), os._exit(1)))
             (root.parent / "compiler").write_text(str(compiler.pid))
-            try:
-                compiler.wait()
-            except KeyboardInterrupt:
-                compiler.kill()
-                raise
+            compiler.wait()
         if "FAKE_ERROR" in os.environ:
             raise RuntimeError(os.environ["FAKE_ERROR"])
         (folder / "cpu_adam.so").write_text("the whole library")
