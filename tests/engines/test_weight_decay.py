@@ -43,9 +43,11 @@ SOME = {"cohere": {"use_qk_norm": True}}
 
 def _on_meta(name: str) -> PreTrainedModel:
     """Return a model without memory, small if its sizes have the usual names."""
-    default: Any = CONFIG_MAPPING[name]()
-    named = {default.attribute_map.get(size, size): value for size, value in SIZES.items()}
-    sizes = {size: value for size, value in named.items() if isinstance(getattr(default, size, None), int)}
+    sizes = {}
+    with contextlib.suppress(Exception):  # sizes of layers that differ cannot be read
+        default: Any = CONFIG_MAPPING[name]()
+        named = {default.attribute_map.get(size, size): value for size, value in SIZES.items()}
+        sizes = {size: value for size, value in named.items() if isinstance(getattr(default, size, None), int)}
     for factory in FACTORIES:
         for values in (sizes, {}):
             with contextlib.suppress(Exception), torch.device("meta"):

@@ -218,7 +218,7 @@ class Conversion:
     def _leave(self, key: str, value: Value, rule: Rule) -> None:
         if "refuse" in rule:
             raise ConfigError(f"{key}: {shown(value)} is not supported", where=key, hint=rule["refuse"])
-        several = isinstance(value, list) and isinstance(value[0], dict)
+        several = isinstance(value, list) and isinstance(next(iter(value), None), dict)
         self.left[f"{key}: {shown(value)}"] = SEVERAL if several else rule["hint"]
 
     def leave(self, name: str, value: Value, hint: str) -> None:
