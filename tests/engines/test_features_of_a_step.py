@@ -1,4 +1,4 @@
-"""What a run may change about its steps, all at once, is the same under every engine as in one process.
+"""A run with every feature that changes its steps has the numbers of one process under every engine.
 
 Each feature alone equals plain torch in one process: ``test_label_smoothing.py``, ``test_neftune.py``,
 ``test_layerwise_rates.py``, ``test_weight_average.py`` and ``test_layer_grad_norms.py``.

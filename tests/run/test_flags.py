@@ -1,6 +1,6 @@
 """A flag changes a run: each is tried against the same run without it.
 
-Flags whose effect needs several workers, a GPU or minutes have tests of their own. The flags that turn a switch on are
+Other tests show flags whose effect needs several workers, a GPU or minutes. The flags that turn a switch on are
 tried in every accepted pair of switches (``tests/switches/test_pairs.py``), where a switch without effect ends the run.
 """
 

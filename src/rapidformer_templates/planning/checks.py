@@ -38,7 +38,7 @@ class Given:
     Attributes:
         field: the field of the flag.
         values: the values that count. Empty if all do, except the default and False.
-        instead: the changes that choose another value. None stands for the flag's default.
+        instead: the changes that choose another value. None chooses its default.
     """
 
     field: str

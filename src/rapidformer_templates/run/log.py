@@ -3,8 +3,7 @@
 Trackers receive the flags and the plan, each line of ``metrics.jsonl`` once, and the summary. A resumed run repeats
 some steps, and some values of the earlier process may not have arrived. So each tracker's store is read once at the
 start. The tracker then receives the missing values of the lines that are kept, and those values of new lines that it
-does not have yet. The means of the loss and the gradient norms of the layers (``--log-layer-grad-norms``) are values of
-such lines.
+does not have yet. :class:`Means` and :class:`LayerGradNorms` compute values of these lines.
 """
 
 from __future__ import annotations

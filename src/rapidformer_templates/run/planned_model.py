@@ -71,7 +71,7 @@ class HookModel:
         """
         if self._default:
             return self._default.build(blocks)
-        with _explained("build_model()"):
+        with _explained("build_model()", PLANNED_HOOK):
             model = checked_model(self._run.hooks.build_model())
         turn_off_cache(model)
         if blocks is None:
@@ -102,7 +102,7 @@ class HookModel:
         Raises:
             ModelError: the hook fails on tensors without data.
         """
-        with _explained("compute_loss(model, batch)"):
+        with _explained("compute_loss(model, batch)", PLANNED_HOOK):
             loss: torch.Tensor = loss_and_count(self._run.hooks.compute_loss(model, batch))[0]
         return loss
 
@@ -138,20 +138,26 @@ def hook_model(
     return HookModel(template, default) if own else None
 
 
+PLANNED_HOOK = "the planner calls it with tensors that have shapes but no values: read neither values nor weights"
+"""What to do if a hook fails."""
+
+
 @contextmanager
-def _explained(hook: str) -> Iterator[None]:
-    """Convert an exception of a hook to a :class:`ModelError`."""
+def _explained(where: str, hint: str, failed: str = "{} cannot be planned") -> Iterator[None]:
+    """Convert an exception to a :class:`ModelError`.
+
+    Args:
+        where: the hook or the flag.
+        failed: what has failed, with a place for it.
+    """
     try:
         yield
     except RapidformerError:
         raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or "it gives no reason"
-        raise ModelError(
-            f"{hook} cannot be planned: {type(error).__name__}: {reason}",
-            where=hook,
-            hint="the planner calls it with tensors that have shapes but no values: read neither values nor weights",
-        ) from error
+        message = f"{failed.format(where)}: {type(error).__name__}: {reason}"
+        raise ModelError(message, where=where, hint=hint) from error
 
 
 def _without_data(batch: Batch) -> Batch:
@@ -169,10 +175,9 @@ ENOUGH_MICRO_BATCHES = 3
 OFFLOADED = "offload-activations"
 
 
-class PlannedModel(Protocol):
+class PlannedModel(DefaultModel, Protocol):
     """Builds the model of a plan, its batches and its loss. ``ModelSource`` of the planner documents each member."""
 
-    def build(self, blocks: int | None) -> nn.Module: ...
     def batch(self, samples: int) -> Batch: ...
     def compute_loss(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
 
@@ -210,17 +215,9 @@ def planned_memory(template: Template, source: PlannedModel, where: str, plan: P
     _check_support(plan, where)
     eager = (name for name in plan.switches if Resource.GRAPH not in REGISTRY[name].claims)
     plan = replace(plan, switches=tuple(eager))
-    try:
+    hint = "the planner runs a step on tensors that have shapes but no values: the optimizer may read none"
+    with _explained(where, hint, "the engine cannot train on tensors without data"):
         result = engine_memory(template, plan, source)
-    except RapidformerError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or "it gives no reason"
-        raise ModelError(
-            f"the engine cannot train on tensors without data: {type(error).__name__}: {reason}",
-            where=where,
-            hint="the planner runs a step on tensors that have shapes but no values: the optimizer may read none",
-        ) from error
     rest = result.peak - result.parameters - result.gradients - result.optimizer
     return Memory(result.parameters, result.gradients, result.optimizer, buffers=0, activations=rest)
 

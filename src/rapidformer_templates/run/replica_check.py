@@ -170,11 +170,13 @@ def _error(names: Sequence[str], groups: list[list[int]], step: int, hosts: Sequ
         names: what differs.
         groups: ranks that agree with each other about the first of them.
     """
-    largest, second, *_ = groups = sorted(groups, key=lambda group: (-len(group), group))
-    who = f"{' and '.join(_listed(group, hosts) for group in groups)} differ, and any of them may be wrong"
+    groups = sorted(groups, key=lambda group: (-len(group), group))
+    largest, second = groups[:2]
     if len(largest) > len(second):
         outliers = [rank for group in groups[1:] for rank in group]
         who = f"{_listed(outliers, hosts)} differ{'s' * (len(outliers) == 1)} from {_listed(largest)}"
+    else:
+        who = f"{' and '.join(_listed(group, hosts) for group in groups)} differ, and any of them may be wrong"
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ReplicasDiffer(
         f"after step {step} {who}",

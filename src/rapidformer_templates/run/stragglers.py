@@ -11,7 +11,7 @@ import socket
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from rapidformer_templates.run import watch
 from rapidformer_templates.run.performance import WARMUP
@@ -66,9 +66,24 @@ class Straggler(NamedTuple):
         return round(self.busy_ms / max(self.peers_ms, 1e-6), 2)
 
 
-StragglerSummary = dict[str, Any]
-"""A straggler in ``summary.json``: its rank and host, and the phase and times of the last report. ``slowdown`` is its
-highest one, and ``first_step`` and ``last_step`` enclose the periods in which it was slow (``reports``)."""
+class StragglerSummary(TypedDict):
+    """A straggler in ``summary.json``. The times belong to the last report.
+
+    Attributes:
+        reports: number of periods in which it was slow.
+        first_step, last_step: the first and last step of these periods.
+        slowdown: its highest slowdown.
+    """
+
+    rank: int
+    host: str
+    phase: str
+    slowdown: float
+    step_ms: float
+    peers_ms: float
+    first_step: int
+    last_step: int
+    reports: int
 
 
 def find_stragglers(times: Sequence[PhaseTimes], stages: Sequence[int], factor: float) -> Iterator[Straggler]:
@@ -144,17 +159,17 @@ class StragglerCheck:
             f"{straggler.phase_ms:,.1f} ms, its peers {straggler.phase_peers_ms:,.1f} ms",
             loud=True,
         )
-        before = self._found.get(straggler.rank, {"slowdown": 0.0, "first_step": first, "reports": 0})
+        before = self._found.get(straggler.rank)
         self._found[straggler.rank] = {
             "rank": straggler.rank,
             "host": host,
             "phase": straggler.phase,
-            "slowdown": max(straggler.slowdown, before["slowdown"]),
+            "slowdown": max(straggler.slowdown, before["slowdown"] if before else 0.0),
             "step_ms": round(straggler.busy_ms, 3),
             "peers_ms": round(straggler.peers_ms, 3),
-            "first_step": before["first_step"],
+            "first_step": before["first_step"] if before else first,
             "last_step": step,
-            "reports": before["reports"] + 1,
+            "reports": before["reports"] + 1 if before else 1,
         }
         if straggler.slowdown > self._unlogged.get("straggler_slowdown", 0.0):
             self._unlogged = {"straggler": straggler.rank, "straggler_slowdown": straggler.slowdown}
