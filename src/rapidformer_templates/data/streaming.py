@@ -264,7 +264,8 @@ class StreamedSamples(Endless):
         return samples, tokens
 
     def _block(self, position: int) -> _Block:
-        if self._blocks and position < self._blocks[0].first:
+        first = self._blocks[0].first if self._blocks else self._next["position"]  # a spawned process has no blocks
+        if position < first:
             self._rewind(self._known if self._known["position"] <= position else self._beginning)
         while True:
             for block in reversed(self._blocks):
