@@ -33,6 +33,7 @@ pytest_plugins = (
     "tests.support.complete",
     "tests.support.deadline",
     "tests.support.durations",
+    "tests.support.messages",
     "tests.support.texts",
     "tests.support.indexed_sets",
     "tests.support.hub_server",

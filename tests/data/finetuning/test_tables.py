@@ -19,6 +19,7 @@ from rapidformer_templates.data.finetuning.tables import read_dataset
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
+from tests.support.messages import Says
 from tests.support.texts import write_jsonl
 
 Configure = Callable[..., RunConfig]
@@ -86,13 +87,12 @@ def test_shards_and_saved_parts(tmp_path: Path, configure: Configure) -> None:
 
 
 @pytest.mark.parametrize("state", ["", "[]", "{}", '{"_data_files": null}', '{"_data_files": [{"filename": null}]}'])
-def test_a_damaged_saved_part(tmp_path: Path, configure: Configure, state: str) -> None:
+def test_a_damaged_saved_part(tmp_path: Path, configure: Configure, state: str, says: Says) -> None:
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "saved"))
     config = configure(data_dir=str(tmp_path), data_name="saved", task="causal_lm")
     (tmp_path / "saved/train/state.json").write_text(state, encoding="utf-8")
-    with pytest.raises(DataError, match="the saved data set cannot be read") as caught:
+    with says(DataError):
         read_dataset(config)
-    assert caught.value.where == str(tmp_path / "saved/train")
     assert training_samples(config) is None  # so that a plan can still be shown
 
 
