@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -151,13 +149,6 @@ def _lines(node: ast.ClassDef | ast.FunctionDef) -> int:
     return (node.end_lineno or 0) - node.lineno + 1
 
 
-def test_nothing_is_left_to_do() -> None:
-    mark = "TO" + "DO"
-    places = [SOURCE, ROOT / "tests", ROOT / "examples", ROOT / "docs", ROOT / "scripts"]
-    files = [file for place in places for file in place.rglob("*") if file.suffix in (".py", ".md", ".sh", ".yaml")]
-    assert [str(file) for file in files if mark in file.read_text(encoding="utf-8")] == []
-
-
 def _room(path: Path) -> str:
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
@@ -186,18 +177,6 @@ def test_rooms_import_downwards() -> None:
     assert upwards == []
 
 
-def test_the_package_does_not_know_its_benchmarks() -> None:
-    """The benchmarks are only in a checkout, and import the package."""
-    assert [str(path) for path in MODULES if any(name.startswith("benchmarks") for name in _imports(path))] == []
-
-
-@pytest.mark.slow
-def test_tests_share_only_what_is_support() -> None:
-    taken = [(str(path), module) for path in TESTS for module in _imports(path) if module.split(".")[0] == "tests"]
-    assert len({path for path, _ in taken}) > 100
-    assert [(path, module) for path, module in taken if module.split(".")[:2] != ["tests", "support"]] == []
-
-
 OBJECTS = {
     named
     for switch in REGISTRY.switches
@@ -211,15 +190,6 @@ def test_what_a_string_names_is_there(named: str) -> None:
     module, _, name = named.partition(":")
     assert (SOURCE.parent / f"{module.replace('.', '/')}.py").exists()
     assert callable(getattr(pytest.importorskip(module), name))
-
-
-FOLDERS = sorted(path.name for path in (SOURCE / "switches").iterdir() if (path / "__init__.py").exists())
-
-
-def test_a_folder_of_a_switch_declares_it() -> None:
-    assert FOLDERS
-    declarations = {folder: import_module(f"{SOURCE.name}.switches.{folder}.declaration") for folder in FOLDERS}
-    assert [folder for folder, declaration in declarations.items() if not declaration.SWITCHES] == []
 
 
 ATTRIBUTES_OF_OTHERS = {
@@ -295,12 +265,3 @@ def test_a_switch_imports_another_one_only_for_a_reason() -> None:
         others = {name.removeprefix(switches).split(".")[0] for name in _imports(path) if name.startswith(switches)}
         pairs |= {(here, other) for other in others - {here} if here != "auto_strategy"}
     assert pairs == SIDEWAYS.keys()
-
-
-NAMED_TWICE = {"Finetuner"}
-"""``compat/rapidformer.py`` has the class names of the scripts that it runs."""
-
-
-def test_a_class_name_exists_once() -> None:
-    classes = Counter(node.name for path in MODULES for node in _nodes(path) if isinstance(node, ast.ClassDef))
-    assert {name for name, count in classes.items() if count > 1} == NAMED_TWICE

@@ -21,9 +21,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 PINNED = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
 WORKFLOWS = sorted((ROOT / ".github/workflows").iterdir())
-FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").iterdir() if path.name != "config.yml")
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
-INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
 
 
 def _yaml(path: Path) -> Any:
@@ -67,92 +65,15 @@ def test_the_workflow_runs_supported_versions_of_python() -> None:
         assert PROJECT["requires-python"] == f">={versions[0]}"
 
 
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
-def test_a_form_for_issues_has_fields_with_names(path: Path) -> None:
-    form = _yaml(path)
-    assert {"name", "description", "body"} <= form.keys()
-    fields = [field for field in form["body"] if field["type"] != "markdown"]
-    assert {field["type"] for field in fields} <= {"textarea", "input", "dropdown", "checkboxes"}
-    identifiers = [field["id"] for field in fields]
-    assert len(set(identifiers)) == len(identifiers) > 0
-    assert all(field["attributes"]["label"] for field in fields)
-    assert any(field.get("validations", {}).get("required") for field in fields)
-
-
-def test_the_form_for_pull_requests_names_targets_of_the_makefile() -> None:
-    text = (ROOT / ".github/PULL_REQUEST_TEMPLATE.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`make ([a-z-]+)`", text))
-    assert "check" in named
-    assert named <= TARGETS
-    assert {name for name in re.findall(r"\b[A-Z]+\.md\b", text) if not (ROOT / name).exists()} == set()
-
-
-def test_hooks_of_pre_commit_use_the_pinned_ruff_and_programs_that_exist() -> None:
-    published, local = _yaml(ROOT / ".pre-commit-config.yaml")["repos"]
-    assert published["repo"] == "https://github.com/astral-sh/ruff-pre-commit"
-    assert published["rev"] == f"v{PINNED['ruff']}"
-    assert [hook["id"] for hook in published["hooks"]] == ["ruff-check", "ruff-format"]
-    assert local["repo"] == "local"
-    for hook in local["hooks"]:
-        program, *arguments = hook["entry"].split()
-        assert program in (".venv/bin/mypy", ".venv/bin/python")
-        assert [name for name in arguments if not (ROOT / name).exists()] == []
-
-
 def test_the_citation_is_that_of_this_version() -> None:
-    citation = _yaml(ROOT / "CITATION.cff")
-    assert citation["cff-version"] == "1.2.0"
-    assert citation["version"] == PROJECT["version"] == rapidformer_templates.__version__
-    for field in ("license", "keywords"):
-        assert citation[field] == PROJECT[field]
-    assert citation["title"] == PROJECT["name"]
-    assert citation["abstract"] == PROJECT["description"]
-    assert citation["authors"] == PROJECT["authors"]
-    assert {"message", "type"} <= citation.keys()
-
-
-def _instructions(path: Path) -> list[tuple[str, str]]:
-    """Return (instruction, arguments) of a Dockerfile, with the defaults of ARG filled in."""
-    text = re.sub(r"^\s*#.*\n", "", path.read_text(encoding="utf-8"), flags=re.M).replace("\\\n", " ")
-    pairs = [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in text.splitlines()) if name]
-    for _, default in [pair for pair in pairs if pair[0] == "ARG"]:
-        name, _, value = default.partition("=")
-        pairs = [(instruction, rest.replace(f"${{{name}}}", value)) for instruction, rest in pairs]
-    return pairs
+    assert _yaml(ROOT / "CITATION.cff")["version"] == PROJECT["version"] == rapidformer_templates.__version__
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_a_dockerfile_installs_this_checkout_with_the_tested_versions(path: Path) -> None:
-    lines = _instructions(path)
-    names = [name for name, _ in lines]
-    assert set(names) <= INSTRUCTIONS
-    assert next(name for name in names if name != "ARG") == "FROM"
-    assert names.count("FROM") == names.count("ENTRYPOINT") == names.count("CMD") == 1
-    copied = [word for name, rest in lines if name == "COPY" for word in rest.split()[:-1]]
+def test_a_dockerfile_copies_what_exists(path: Path) -> None:
+    copied = [word for line in re.findall(r"^COPY (.+)$", path.read_text("utf-8"), re.M) for word in line.split()[:-1]]
+    assert copied
     assert [source for source in copied if not (ROOT / source).exists()] == []
-    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "src", "examples"} <= set(copied)
-    allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), flags=re.M)
-    assert set(copied) <= set(allowed)
-    installs = [rest for name, rest in lines if name == "RUN" and "pip install" in rest]
-    assert len(installs) == 1
-    assert "--constraint constraints.txt" in installs[0]
-    extras = re.findall(r"'\.\[([\w,-]+)\]'", installs[0])[0].split(",")
-    assert set(extras) <= PROJECT["optional-dependencies"].keys()
-
-
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_a_container_is_no_root_and_its_image_is_official(path: Path) -> None:
-    lines = _instructions(path)
-    users = [rest for name, rest in lines if name == "USER"]
-    assert users
-    assert f"useradd --create-home --uid 10001 {users[-1]}" in [rest for name, rest in lines if name == "RUN"]
-    (image,) = [rest for name, rest in lines if name == "FROM"]
-    assert re.fullmatch(r"python:3\.\d+-slim|nvidia/cuda:\d+\.\d+\.\d+-devel-ubuntu\d\d\.04", image)
-    assert "http" not in path.read_text(encoding="utf-8")
-
-
-def test_images_exist_for_both_kinds_of_devices() -> None:
-    assert [path.name for path in DOCKERFILES] == ["Dockerfile.cpu", "Dockerfile.cuda"]
 
 
 def _tested_versions() -> list[list[str]]:
@@ -175,14 +96,6 @@ def test_the_table_of_tested_versions_is_that_of_the_constraints() -> None:
         "torch": measured[1],
         "transformers": measured[2],
     }
-
-
-def test_the_checklist_of_a_release_names_files_and_targets_that_exist() -> None:
-    text = (ROOT / "RELEASING.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"`make ([a-z-]+)`", text)) <= TARGETS
-    named = re.findall(r"`((?:scripts/|src/|docker/|\.)?[\w./-]+\.(?:py|txt|toml|cff|yaml))(?: |`)", text)
-    assert len(named) > 4
-    assert [name for name in named if not (ROOT / name).exists() and name != "my_task.py"] == []
 
 
 def _calls() -> Iterator[tuple[str, str, dict[str, str]]]:
