@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TypedDict
 
@@ -16,13 +16,16 @@ from rapidformer_templates.planning.registry import REGISTRY
 from tests.support.combinations import smallest
 
 FILE = Path(__file__).with_name("covering.json")
-LONGEST = 8
+LONGEST = 9
 """Largest number of switches in a row. With more, the rules accept few rows, and failures take longer to trace."""
 
 Pair = tuple[str, str]
 
+DEAR = {"torch-compile", "onnx-runtime"}
+"""Switches that take seconds to compile on each worker. They fill no row, and a row with one gets no more workers."""
+
 SLOW: set[Pair] = {("dynamic-shape", "torch-compile"), ("dynamic-shape", "onnx-runtime")}
-"""Pairs that occur in only one row each, because every shape takes seconds to compile."""
+"""Pairs that occur in only one row each, of at most four switches, because every shape is compiled."""
 
 
 class Table(TypedDict):
@@ -65,22 +68,34 @@ def pairs_of(row: Iterable[str]) -> set[Pair]:
     return set(itertools.combinations(sorted(row, key=places.__getitem__), 2))
 
 
+def _fits(name: str, row: list[str], missing: Collection[Pair]) -> bool:
+    """Whether a row may grow by a switch without becoming slow."""
+    longer = [*row, name]
+    slow = pairs_of(longer) & SLOW
+    if slow and (len(longer) > 4 or not slow - pairs_of(row) <= set(missing)):
+        return False
+    before, after = smallest(row), smallest(longer)
+    if before is None or after is None:
+        return False
+    return not DEAR & set(longer) or after.world <= before.world
+
+
 def cover(pairs: Iterable[Pair]) -> list[list[str]]:
     """Return rows that contain all pairs.
 
     The algorithm is greedy: a row grows by the switch that adds the largest number of missing pairs. It grows to its
-    full length even if no pair is missing any more, because longer rows cover more triples. Only a slow pair never
-    occurs twice.
+    full length even if no pair is missing any more, because longer rows cover more triples. Pairs that need most
+    workers come first, so that other rows can do with two.
     """
     names = [switch.name for switch in REGISTRY.switches]
-    missing, rows = dict.fromkeys(pairs), list[list[str]]()
+    worlds = {pair: found.world for pair in pairs if (found := smallest(pair))}
+    missing, rows = dict.fromkeys(sorted(worlds, key=lambda pair: -worlds[pair])), list[list[str]]()
     while missing:
         row = list(next(iter(missing)))
         while len(row) < LONGEST:
             gains = {name: len(pairs_of([*row, name]) & missing.keys()) for name in names if name not in row}
-            ranked = sorted(gains, key=lambda name: -gains[name])
-            ranked = [name for name in ranked if not (pairs_of([*row, name]) - pairs_of(row)) & (SLOW - missing.keys())]
-            longer = next((name for name in ranked if smallest([*row, name])), None)
+            useful = [name for name in sorted(gains, key=lambda name: -gains[name]) if gains[name] or name not in DEAR]
+            longer = next((name for name in useful if _fits(name, row, missing)), None)
             if longer is None:
                 break
             row.append(longer)

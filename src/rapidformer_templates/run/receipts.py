@@ -40,6 +40,7 @@ INTERNAL = frozenset(
         "gradient_elements",
         "divided_elements",
         "divided_over_experts",
+        "trained_over_experts",
         "largest_parameter",
         "chosen_shapes",
     }
@@ -189,12 +190,14 @@ class Receipts:
             local[p] = min(count * part.nbytes // bytes_of(p) if is_quantized(p) else part.numel(), count)
         # Under tensor parallelism, this rank trains only its part of the sharded matrices, even without other switches.
         trained = {p: local[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
+        of_experts = {p: count for p, count in whole.items() if divided_over(p, "experts") > 1}
         elements: Measurements = {
             "trained_elements": sum(count for p, count in trained.items() if p.requires_grad),
             "updated_elements": sum(local_part(p).numel() for g in engine.optimizer.param_groups for p in g["params"]),
             "gradient_elements": self._gradient_elements,
             "divided_elements": sum(count for p, count in whole.items() if local[p] < count),
-            "divided_over_experts": sum(count for p, count in whole.items() if divided_over(p, "experts") > 1),
+            "divided_over_experts": sum(of_experts.values()),
+            "trained_over_experts": sum(count for p, count in of_experts.items() if p.requires_grad),
             "largest_parameter": max(whole.values(), default=0),
             "chosen_shapes": self._chosen_shapes,
         }

@@ -183,7 +183,7 @@ def _copies_acted(measured: Measured) -> str | None:
     """Check that there are as many copies of each parameter as planned, and that they are equal bit for bit."""
     size, data = _workers_of_a_copy(measured), measured.plan.sizes.copies
     updated, whole = sum(measured.all("updated_elements")), sum(measured.all("trained_elements")) // data
-    over, experts = measured.plan.engine_options.experts_over, measured["divided_over_experts"] or 0
+    over, experts = measured.plan.engine_options.experts_over, measured["trained_over_experts"] or 0
     of_experts = data // over // shards_of_experts(data, size, over)
     kept = int(measured["kept_whole"] or 0)
     divided = (whole - experts - kept) * (data // size) + experts * of_experts
