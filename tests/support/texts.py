@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.text import preprocess
 from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.preprocess import PreprocessResult
@@ -90,6 +91,33 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "dropout": 0.0}
+
+
+Load = Callable[..., Task]
+ARCHITECTURES = {"causal_lm": "gpt2", "preference": "gpt2", "reward": "gpt2", "seq2seq_lm": "t5"}
+"""The architecture of a task, if it is not BERT."""
+
+
+@pytest.fixture
+def load(tmp_path: Path, configure: Callable[..., RunConfig], bert_folder: Path, gpt_folder: Path) -> Load:
+    """A function that writes rows to ``train.jsonl`` and ``valid.jsonl``, if there are any, and loads a task for them.
+
+    No row is held out. Flags replace the architecture of :data:`ARCHITECTURES`, and the tokenizer that belongs to it.
+    """
+
+    def make(
+        task: str, rows: Iterable[dict[str, Any]] = (), valid: Iterable[dict[str, Any]] = (), **flags: Any
+    ) -> Task:
+        for part, content in {"train": rows, "valid": valid}.items():
+            if content:
+                write_jsonl(tmp_path / f"{part}.jsonl", content)
+        if "pretrained_model_name_or_path" not in flags:
+            flags = TINY | {"model_type": ARCHITECTURES.get(task, "bert")} | flags
+        tokenizer = gpt_folder if flags.get("model_type") == "gpt2" else bert_folder
+        common = {"data_dir": str(tmp_path), "tokenizer_path": str(tokenizer), "validation_fraction": 0.0}
+        return load_task(configure(task=task, **(common | flags)))
+
+    return make
 
 
 DOCUMENTS = [" ".join(np.random.default_rng(i).choice(WORDS, 5 + i % 17)) for i in range(60)]
