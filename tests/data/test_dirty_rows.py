@@ -1,24 +1,29 @@
-"""Files with bad rows: all of them are one error, or all are left out and counted, for every task."""
+"""Files with bad and odd rows: all of them are one error, or all are left out and counted, for every task."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
-from rapidformer_templates.data.finetuning.tables import read_dataset
+from rapidformer_templates.data.finetuning.tables import read_dataset, read_part
+from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
 from rapidformer_templates.data.text.files import data_stem, data_suffix
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.planning.config import RunConfig
 from tests.support.messages import Says
-from tests.support.texts import Load, write_jsonl
+from tests.support.texts import Configure, Load, write_jsonl
 
 SAY = {"prompt": "say the cat", "chosen": " a dog", "rejected": " the house"}
 TALK = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "the cat"}]
@@ -28,54 +33,47 @@ def answered(*answer: str) -> dict[str, list[Any]]:
     return {"text": list(answer), "answer_start": [4] * len(answer)}
 
 
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
-    # name: (task, flags, good row, bad rows)
-    "classes": (
-        "sequence_classification", {}, {"text": "the cat", "label": "x"},
-        [{"text": "the cat", "label": ""}, {"text": " ", "label": "x"}, {"text": None, "label": "x"},
-         {"text": "a", "label": "-100"}],
-    ),
-    "pairs": (
-        "sequence_classification", {"pair_column": "other"}, {"text": "the cat", "other": "a", "label": "x"},
-        [{"text": "the cat", "other": "", "label": "x"}],
-    ),
+GOOD: dict[str, dict[str, Any]] = {
+    "classes": {"text": "the cat", "label": "x"},
+    "pairs": {"text": "the cat", "other": "a", "label": "x"},
+    "several labels": {"text": "a", "label": ["x"]},
+    "numbers": {"text": "a", "label": "0.5"},
+    "tags": {"tokens": ["the", "cat"], "tags": ["O", "B-x"]},
+    "answers": {"question": "who", "context": "the cat", "answers": answered("cat")},
+    "texts": {"text": "the cat runs"},
+    "chat": {"messages": TALK},
+    "instructions": {"instruction": "say", "output": "the cat"},
+    "masks": {"text": "the cat runs"},
+    "targets": {"source": "the cat", "target": "a dog"},
+    "dpo": SAY,
+    "kto": {"prompt": "say", "completion": " a", "label": "true"},
+    "rewards": SAY,
+}
+CASES: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
+    # name: (task, flags, changes of a good row)
+    "classes": ("sequence_classification", {}, [{"label": ""}, {"text": " "}, {"text": None}, {"label": "-100"}]),
+    "pairs": ("sequence_classification", {"pair_column": "other"}, [{"other": ""}]),
     "several labels": (
-        "sequence_classification", {"problem_type": "multi_label_classification"}, {"text": "a", "label": ["x"]},
-        [{"text": "a", "label": None}],
+        "sequence_classification", {"problem_type": "multi_label_classification"}, [{"label": None}],
     ),
-    "numbers": (
-        "sequence_classification", {"problem_type": "regression"}, {"text": "a", "label": "0.5"},
-        [{"text": "a", "label": "n/a"}, {"text": "a", "label": None}],
-    ),
-    "tags": (
-        "token_classification", {}, {"tokens": ["the", "cat"], "tags": ["O", "B-x"]},
-        [{"tokens": ["the", "cat"], "tags": ["O"]}, {"tokens": [], "tags": []}, {"tokens": ["the"], "tags": None}],
-    ),
-    "answers": (
-        "question_answering", {}, {"question": "who", "context": "the cat", "answers": answered("cat")},
-        [{"question": "who", "context": "the cat", "answers": answered("dog")},
-         {"question": None, "context": "the cat", "answers": answered()}],
-    ),
-    "texts": ("causal_lm", {}, {"text": "the cat runs"}, [{"text": None}]),
-    "chat": ("causal_lm", {}, {"messages": TALK}, [{"messages": TALK[:1]}]),
-    "instructions": (
-        "causal_lm", {}, {"instruction": "say", "output": "the cat"},
-        [{"instruction": "say", "output": ""}, {"instruction": "", "output": "a"}],
-    ),
-    "masks": ("masked_lm", {}, {"text": "the cat runs"}, [{"text": None}]),
-    "targets": ("seq2seq_lm", {}, {"source": "the cat", "target": "a dog"}, [{"source": "the cat", "target": None}]),
-    "dpo": ("preference", {}, SAY, [{**SAY, "chosen": " the house"}]),
-    "kto": (
-        "preference", {"preference_loss": "kto"}, {"prompt": "say", "completion": " a", "label": "true"},
-        [{"prompt": "say", "completion": " a", "label": ""}, {"prompt": "say", "completion": "", "label": "true"}],
-    ),
-    "rewards": ("reward", {}, SAY, [{**SAY, "rejected": " a dog"}]),
+    "numbers": ("sequence_classification", {"problem_type": "regression"}, [{"label": "n/a"}, {"label": None}]),
+    "tags": ("token_classification", {}, [{"tags": ["O"]}, {"tokens": [], "tags": []}, {"tags": None}]),
+    "answers": ("question_answering", {}, [{"answers": answered("dog")}, {"question": None, "answers": answered()}]),
+    "texts": ("causal_lm", {}, [{"text": None}]),
+    "chat": ("causal_lm", {}, [{"messages": TALK[:1]}]),
+    "instructions": ("causal_lm", {}, [{"output": ""}, {"instruction": ""}]),
+    "masks": ("masked_lm", {}, [{"text": None}]),
+    "targets": ("seq2seq_lm", {}, [{"target": None}]),
+    "dpo": ("preference", {}, [{"chosen": " the house"}]),
+    "kto": ("preference", {"preference_loss": "kto"}, [{"label": ""}, {"completion": ""}]),
+    "rewards": ("reward", {}, [{"rejected": " a dog"}]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_task_reports_or_leaves_out_all_bad_rows(case: str, load: Load, says: Says) -> None:
-    task, flags, good, bad = CASES[case]
+    (task, flags, changes), good = CASES[case], GOOD[case]
+    bad = [good | change for change in changes]
     other = {**good, "label": "y"} if good.get("label") == "x" else good
     valid = [good, bad[0]] if case != "kto" else []
     with says(DataError):
@@ -165,7 +163,7 @@ FILES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("is_named", [True, False])
-def test_forms_of_files(name: str, is_named: bool, configure: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_forms_of_files(name: str, is_named: bool, configure: Configure, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(FILES[name])
     place = {"data_dir": str(tmp_path / name) if is_named else str(tmp_path)}
     raw = read_dataset(configure(**place, validation_fraction=0.0))
@@ -176,7 +174,7 @@ def test_forms_of_files(name: str, is_named: bool, configure: Callable[..., RunC
     assert data_stem(Path(name)) == name.split(".")[0]
 
 
-def test_a_file_is_the_training_part(configure: Callable[..., RunConfig], tmp_path: Path, says: Says) -> None:
+def test_a_file_is_the_training_part(configure: Configure, tmp_path: Path, says: Says) -> None:
     """Only the named file is read, and a share of it is held out."""
     file = write_jsonl(tmp_path / "train.jsonl", [{"text": str(i)} for i in range(20)])
     write_jsonl(tmp_path / "valid.jsonl", [{"text": "other"}])
@@ -188,3 +186,58 @@ def test_a_file_is_the_training_part(configure: Callable[..., RunConfig], tmp_pa
     for flags in ({"data_dir": str(file), "data_name": "train"}, {"data_dir": str(tmp_path / "data.xlsx")}):
         with says(DataError):
             read_dataset(configure(**flags))
+
+
+LONG = "the cat " * 200
+
+
+BERT, GPT = ("bert", "bert"), ("gpt2", "gpt")
+BERT, GPT, BARE, T5 = ("bert", "bert"), ("gpt2", "gpt"), ("gpt2", "bare"), ("t5", "gpt")
+ODD: Mapping[str, tuple[str, tuple[str, str], dict[str, Any], str]] = {
+    # name: (task, (architecture, tokenizer), row, which of evaluation and prediction works)
+    "no token": ("sequence_classification", GPT, {"text": "", "label": "O"}, ""),
+    "an empty text": ("sequence_classification", BERT, {"text": " ", "label": "O"}, "predicts"),
+    "an empty list of words": ("token_classification", BERT, {"tokens": [], "tags": []}, "predicts"),
+    "a long text": ("sequence_classification", BERT, {"text": LONG, "label": "O"}, "evaluates, predicts"),
+    "no label": ("sequence_classification", BERT, {"text": "a", "label": None}, "predicts"),
+    "an unknown label": ("sequence_classification", BERT, {"text": "a", "label": "x"}, "predicts"),
+    "no text": ("sequence_classification", BERT, {"text": None, "label": "O"}, ""),
+    "no word": ("token_classification", BERT, {"tokens": ["a", None], "tags": ["O", "O"]}, ""),
+    "a number for words": ("token_classification", BERT, {"tokens": 5, "tags": ["O"]}, ""),
+    "a number for tags": ("token_classification", BERT, {"tokens": ["a"], "tags": 3}, "predicts"),
+    "no words": ("token_classification", GPT, {"tokens": ["a"], "tags": ["O"]}, "evaluates, predicts"),
+    "a word of no token": (
+        "token_classification", BERT, {"tokens": ["\u200b", "a"], "tags": ["O", "O"]}, "evaluates, predicts",
+    ),
+    "an empty line": ("causal_lm", GPT, {"text": ""}, ""),
+    "a prompt of no token": ("causal_lm", BARE, {"text": "日本"}, ""),
+    "a long prompt": ("causal_lm", GPT, {"text": LONG * 9}, "evaluates"),
+    "no message": ("causal_lm", GPT, {"messages": []}, ""),
+    "no source": ("seq2seq_lm", T5, {"source": "", "target": "a"}, ""),
+    "no target": ("seq2seq_lm", T5, {"source": "a", "target": ""}, "predicts"),
+    "a hidden word of none": ("masked_lm", BERT, {"text": ""}, "evaluates"),
+    "an empty context": (
+        "question_answering", BERT, {"question": "", "context": "", "answers": {"text": [], "answer_start": []}},
+        "evaluates, predicts",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_rows(case: str, load: Load, bert_folder: Path, gpt_folder: Path, tmp_path: Path, says: Says) -> None:
+    kind, (architecture, tokenizer), row, works = ODD[case]
+    write_jsonl(tmp_path / "test.jsonl", [row])
+    folder = {"gpt": gpt_folder, "bert": bert_folder, "bare": tmp_path / "bare"}[tokenizer]
+    if tokenizer == "bare":  # it has no token for unknown characters
+        known = Tokenizer(BPE({"<pad>": 0, "a": 1}, []))
+        PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<pad>").save_pretrained(folder)
+    flags = {"model_type": architecture, "tokenizer_path": str(folder), "seq_length": 24, "max_eval_samples": 1}
+    task = load(kind, **flags)
+    task.load_label_state({"labels": ["O", "B-x"], "problem": "single_label_classification"})
+    for step, name in ((task.build_data, "evaluates"), (partial(inputs, task), "predicts")):
+        with contextlib.nullcontext() if name in works else says(DataError):
+            step()
+
+
+def inputs(task: Task) -> Any:
+    return task.inputs(read_part(task.config, None).train)

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -24,14 +23,10 @@ from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.errors import DataError, RapidformerError
 from tests.support.messages import Says
 from tests.support.parity import Trained, trained
+from tests.support.preference_runs import words
 from tests.support.selection import by_default, selected
-from tests.support.texts import WORDS, Load, write_jsonl
+from tests.support.texts import Load, write_jsonl
 from tests.support.worker_pool import run_in_workers
-
-
-def words(count: int, seed: int) -> str:
-    return " ".join(np.random.default_rng(seed).choice(WORDS, count))
-
 
 ROWS = [
     {"context": words(3 + i % 5, i), "choices": [words(1 + (i + j) % 6, 100 * j + i) for j in range(4)],
@@ -250,13 +245,9 @@ def test_experts_do_not_count_padding(tmp_path: Path, bert_folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_commands_train_evaluate_predict_and_export(tmp_path: Path, start: Path, capsys: Any) -> None:
+def test_commands_train_evaluate_predict_and_export(tmp_path: Path, start: Path) -> None:
     run = tmp_path / "run"
     assert main([*flags_of(tmp_path, start), "--save", str(run)]) == 0
-    summary = json.loads((run / "summary.json").read_text())
-    capsys.readouterr()
-    assert main(["evaluate", str(run), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == pytest.approx(summary["metrics"])
     # Predictions need no labels, and their rows may have any number of choices.
     rows = [{"context": row["context"], "choices": row["choices"][: 2 + i % 3]} for i, row in enumerate(ROWS)]
     source, output = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
@@ -264,10 +255,8 @@ def test_commands_train_evaluate_predict_and_export(tmp_path: Path, start: Path,
     model = AutoModelForMultipleChoice.from_pretrained(run / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     for row, line in zip(rows, output.read_text().splitlines(), strict=True):
-        inputs = tokenizer(
-            [row["context"]] * len(row["choices"]), row["choices"], padding=True, truncation=True, max_length=16,
-            return_tensors="pt",
-        )  # fmt: skip
+        pairs = [row["context"]] * len(row["choices"]), row["choices"]
+        inputs = tokenizer(*pairs, padding=True, truncation=True, max_length=16, return_tensors="pt")
         with torch.no_grad():
             shares = model(**{name: tensor[None] for name, tensor in inputs.items()}).logits[0].softmax(-1)
         prediction = json.loads(line)["prediction"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from rapidformer_templates.data.finetuning.labels import label_text
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.run.predictions import samples_as_part
 from tests.support.messages import Says
-from tests.support.texts import WORDS, Load
-
-Configure = Callable[..., RunConfig]
+from tests.support.preference_runs import words
+from tests.support.texts import WORDS, Configure, Load
 
 
 def batch_of(data: Any, count: int, part: str = "train") -> dict[str, torch.Tensor]:
@@ -33,10 +30,6 @@ def batch_of(data: Any, count: int, part: str = "train") -> dict[str, torch.Tens
         samples = [data.augment(sample, np.random.default_rng(i)) for i, sample in enumerate(samples)]
     batch: dict[str, torch.Tensor] = data.collate(samples)
     return batch
-
-
-def words(count: int, seed: int = 0) -> str:
-    return " ".join(np.random.default_rng(seed).choice(WORDS, count))
 
 
 # Sequence classification

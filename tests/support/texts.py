@@ -75,8 +75,12 @@ def gpt_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+Configure = Callable[..., RunConfig]
+Preprocess = Callable[..., PreprocessResult]
+
+
 @pytest.fixture
-def configure() -> Callable[..., RunConfig]:
+def configure() -> Configure:
     """A function that builds a configuration with values from the command line."""
 
     def make(**values: Any) -> RunConfig:
@@ -98,8 +102,24 @@ ARCHITECTURES = {"causal_lm": "gpt2", "preference": "gpt2", "reward": "gpt2", "s
 """The architecture of a task, if it is not BERT."""
 
 
+ANSWER = {"text": ["tree"], "answer_start": [6]}
+PAIR = {"chosen": " sees a tree", "rejected": " eats"}
+ROW_OF: dict[str, Callable[[str], dict[str, Any]]] = {
+    "sequence_classification": lambda text: {"text": text, "label": "xy"[len(text) % 2]},
+    "token_classification": lambda text: {"tokens": text.split(), "ner_tags": ["X"] * len(text.split())},
+    "question_answering": lambda text: {"question": text, "context": "a big tree", "answers": ANSWER},
+    "multiple_choice": lambda text: {"context": text, "choices": ["sees a tree", "eats"], "label": 1},
+    "masked_lm": lambda text: {"text": text},
+    "causal_lm": lambda text: {"text": text},
+    "seq2seq_lm": lambda text: {"source": text, "target": "sees a tree under the big house"},
+    "preference": lambda text: {"prompt": text, **PAIR},
+    "reward": lambda text: {"prompt": text, **PAIR},
+}
+"""How each task of fine-tuning gets a row with a text."""
+
+
 @pytest.fixture
-def load(tmp_path: Path, configure: Callable[..., RunConfig], bert_folder: Path, gpt_folder: Path) -> Load:
+def load(tmp_path: Path, configure: Configure, bert_folder: Path, gpt_folder: Path) -> Load:
     """A function that writes rows to ``train.jsonl`` and ``valid.jsonl``, if there are any, and loads a task for them.
 
     No row is held out. Flags replace the architecture of :data:`ARCHITECTURES`, and the tokenizer that belongs to it.
@@ -145,7 +165,7 @@ def recipe(gpt_folder: Path) -> EncodingRecipe:
 
 
 @pytest.fixture
-def make(tmp_path: Path, recipe: EncodingRecipe) -> Callable[..., PreprocessResult]:
+def make(tmp_path: Path, recipe: EncodingRecipe) -> Preprocess:
     """A function that preprocesses into ``tmp_path/out_…``, with one worker by default."""
 
     def run(*files: Path, recipe: EncodingRecipe = recipe, prefix: str = "out", **options: Any) -> PreprocessResult:

@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from rapidformer_templates.data.finetuning.locating import locate, training_samp
 from rapidformer_templates.data.finetuning.tables import read_dataset
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.planning.config import RunConfig
 from tests.support.messages import Says
-from tests.support.texts import write_jsonl
+from tests.support.texts import Configure, write_jsonl
 
-Configure = Callable[..., RunConfig]
 ROWS = [{"text": f'row {i}, "quoted"\nand é', "label": "good" if i % 3 else "bad"} for i in range(20)]
 
 
