@@ -31,6 +31,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.run.predictions import Conversation
+from tests.support.messages import Patch, Says
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -72,7 +73,7 @@ def said(*texts: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_lines(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_lines(folder: Path, monkeypatch: Patch, capsys: Any) -> None:
     first = reference(folder, said("the cat"))
     second = reference(folder, said("the cat", first.strip(), "a dog"))
     assert first != second
@@ -101,24 +102,18 @@ def test_a_conversation_that_grows_too_long(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lines_that_are_not_utf8(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_lines_that_are_not_utf8(folder: Path, monkeypatch: Patch, says: Says) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("the café\n".encode("latin-1")), encoding="utf-8"))
-    assert main(["chat", str(folder), *NEW]) == 2
-    assert "the text is not UTF-8\n  where  standard input\n  help   convert the file" in capsys.readouterr().err
+    says.command(f"chat {folder} {' '.join(NEW)}")
 
 
-def test_a_message_without_a_token(folder: Path) -> None:
+def test_a_message_without_a_token(folder: Path, says: Says) -> None:
     bare = Tokenizer(BPE({"<pad>": 0, "a": 1}, []))  # all other characters are ignored
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template="{{ messages[-1]['content'] }}")
     talk = Conversation(AutoModelForCausalLM.from_pretrained(folder), tokenizer, Generation())
-    with pytest.raises(DataError, match="the message has no token"):
+    with says(DataError):
         talk.answer("日本", lambda piece: None)
     assert talk.messages == []
-
-
-def test_who_does_not_chat(folder: Path, capsys: Any) -> None:
-    assert main(["chat", str(folder), "--task", "token_classification"]) == 2
-    assert "a model for token_classification does not chat" in capsys.readouterr().err
 
 
 def _take_terminal() -> None:

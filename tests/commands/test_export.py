@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.planning.environment import installed_packages
+from tests.support.messages import Says
 from tests.support.preference_runs import make, words
 from tests.support.scored import Scored
 from tests.support.selection import by_default, selected
@@ -94,7 +95,7 @@ def test_every_engine_of_a_checkpoint(name: str, trained: Path) -> None:
     if name == "adapters":
         base = json.loads((run / "export/adapter_config.json").read_text())["base_model_name_or_path"]
         for lost in (base, str(Path(base).parent)):
-            assert main(["export", str(run), "--merge", *_over(Path(lost))]) == 2
+            assert main(["export", str(run), "--merge", *_over(Path(lost)).split()]) == 2
         assert (Path(base) / "config.json").is_file()
         assert main(["export", str(run), "--merge"]) == 0
         assert main(["export", str(run), "--merge", "--step", str(best)]) == 0
@@ -105,55 +106,40 @@ LOST = ("run", "run/checkpoints", "run/checkpoints/step-2", "")
 """Folders that --overwrite must never replace."""
 
 
-def _over(output: Path) -> list[str]:
-    return ["--output", str(output), "--overwrite"]
+def _over(output: Path) -> str:
+    return f"--output {output} --overwrite"
 
 
 @pytest.mark.slow
-def test_labels_are_known_without_the_data(tmp_path: Path, bert_folder: Path, capsys: Any) -> None:
+def test_labels_are_known_without_the_data(tmp_path: Path, bert_folder: Path, says: Says) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"text": words(3 + i % 9, i), "label": "abc"[i % 3]} for i in range(12)])
+    run, out = tmp_path / "run", tmp_path / "out"
     model = "--model-type bert --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
     given = f"--task sequence_classification {model} --data-dir {tmp_path} --tokenizer-path {bert_folder}"
     steps = "--train-iters 4 --save-interval 2 --keep-checkpoints 4 --no-keep-best --no-export-model --lr 1e-3"
-    Trainer([*f"{given} {steps} --save {tmp_path / 'run'}".split()]).fit()
+    Trainer(f"{given} {steps} --save {run}".split()).fit()
     (tmp_path / "train.jsonl").unlink()
-    assert main(["export", str(tmp_path / "run"), "--step", "2", "--output", str(tmp_path / "out")]) == 0
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.id2label == {
-        0: "a",
-        1: "b",
-        2: "c",
-    }
-    assert main(["export", str(tmp_path / "run")]) == 0
-    assert "step-4, the newest\n" in capsys.readouterr().err
-    for given, told in (
-        ([], "export already holds the model"),
-        (["--step", "3"], "holds no checkpoint of step 3"),
-        (["--step", "2", "--merge"], "trains no adapters"),
-        (["--step", "2", "--output", str(tmp_path / "out")], "already exists"),
-        (
-            ["--step", "2", "--output", str(tmp_path / "run" / "model"), "--overwrite"],
-            "description of its model would be",
-        ),
-        *((["--step", "2", *_over(tmp_path / lost)], "which would be lost") for lost in LOST),
-    ):
-        assert main(["export", str(tmp_path / "run"), *given]) == 2
-        assert told in capsys.readouterr().err
-    notes = tmp_path / "out" / "notes.md"
+    assert main(["export", str(run), "--step", "2", "--output", str(out)]) == 0
+    config = AutoModelForSequenceClassification.from_pretrained(out).config
+    assert config.id2label == {0: "a", 1: "b", 2: "c"}
+    says.command(f"export {run}", status=0)
+    for more in (
+        "", "--step 3", "--step 2 --merge", f"--step 2 --output {out}", f"--step 2 {_over(run / 'model')}",
+        *(f"--step 2 {_over(tmp_path / lost)}" for lost in LOST),
+    ):  # fmt: skip
+        says.command(f"export {run} {more}")
+    notes = out / "notes.md"
     notes.write_text("mine")
-    assert main(["export", str(tmp_path / "run"), "--step", "2", *_over(tmp_path / "out")]) == 2
-    assert "which would be lost: notes.md" in capsys.readouterr().err
+    says.command(f"export {run} --step 2 {_over(out)}")
     notes.unlink()
-    assert main(["export", str(tmp_path / "run"), "--step", "2", *_over(tmp_path / "out")]) == 0
-    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "elsewhere")]) == 0
-    same(tmp_path / "elsewhere", tmp_path / "run" / "export")
-    capsys.readouterr()
-    weights = next((tmp_path / "run/checkpoints/step-2").glob("weights-*"))
+    assert main(["export", str(run), "--step", "2", *_over(out).split()]) == 0
+    assert main(["export", str(run), "--output", str(tmp_path / "elsewhere")]) == 0
+    same(tmp_path / "elsewhere", run / "export")
+    weights = next((run / "checkpoints/step-2").glob("weights-*"))
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert main(["export", str(tmp_path / "run"), "--step", "2"]) == 2
-    assert "choose another one with --step: 4, 2" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "run" / "model")
-    assert main(["export", str(tmp_path / "run"), "--step", "4"]) == 2
-    assert "was made by an earlier version" in capsys.readouterr().err
+    says.command(f"export {run} --step 2")
+    shutil.rmtree(run / "model")
+    says.command(f"export {run} --step 4")
 
 
 @pytest.mark.slow
@@ -165,5 +151,3 @@ def test_models_of_a_script(tmp_path: Path) -> None:
     told, wanted = (load_file(run / name / "model.safetensors") for name in ("export-step-2", "export"))
     assert told.keys() == wanted.keys() == dict(nn.Linear(1, 1).named_parameters()).keys()
     assert all(torch.equal(told[name], wanted[name]) for name in wanted)
-    with pytest.raises(SystemExit):
-        main(["export", "--help"])

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.commands.main import main
+from tests.support.messages import Capture, Patch, Says
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KINDS = ("finetuner", "pretrainer", "trainer")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_script_is_planned_and_trains(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_script_is_planned_and_trains(kind: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     script = "tasks/reviews.py"
     assert main(["new", kind, script]) == 0
@@ -48,28 +47,12 @@ def test_a_new_script_learns_what_it_says(tmp_path: Path) -> None:
     assert max(accuracies) > 0.85
 
 
-def test_what_is_there_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_stays_as_it_is(tmp_path: Path, says: Says) -> None:
     script = tmp_path / "train.py"
     script.write_text("mine\n", encoding="utf-8")
-    assert main(["new", "trainer", str(script)]) == 2
-    assert f"error: {script} already exists and is left unchanged" in capsys.readouterr().err
+    for words in (f"trainer {script}", f"examples {tmp_path}", "trainer train", "tuner train.py", ""):
+        says.command(f"new {words}")
     assert script.read_text(encoding="utf-8") == "mine\n"
-    assert main(["new", "examples", str(tmp_path)]) == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "message", "hint"),
-    [
-        (["trainer", "train"], "train is not a name of a Python script", "rapidformer new trainer train.py"),
-        (["tuner", "train.py"], "argument kind: invalid choice: 'tuner'", "rapidformer new --help"),
-        ([], "the following arguments are required: kind, FILE", "rapidformer new --help"),
-    ],
-)
-def test_wrong_use(words: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", *words]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert hint in told
 
 
 def test_the_examples_are_those_of_the_repository(tmp_path: Path) -> None:

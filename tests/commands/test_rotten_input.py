@@ -40,8 +40,8 @@ from rapidformer_templates.run.saved_model import find_saved
 from rapidformer_templates.run.saving import show_changes
 from rapidformer_templates.switches.lora.exported import base_of, check_base
 from tests.support.indexed_sets import numbered
-from tests.support.rotten_input import Rotten
-from tests.support.texts import TEXTS, TINY
+from tests.support.rotten_input import DEEPSPEED_FILE, Rotten
+from tests.support.texts import ARCHITECTURES, ROW_OF, TEXTS, TINY
 from tests.support.worker_pool import alone
 
 CONFIGURATIONS = Path(__file__).parents[1] / "support" / "configurations"
@@ -53,16 +53,6 @@ FLAGS = {
     "lr": 3e-5, "save-interval": "30minutes", "train-iters": 10, "fsdp-memory-optimization": True, "seed": 3,
     "report-to": "tensorboard", "lora-rank": 8, "clip-grad": 1.0, "pretrained-model-name-or-path": "m",
 }  # fmt: skip
-DEEPSPEED = {
-    "train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4,
-    "gradient_clipping": 1.0, "fp16": {"enabled": False, "loss_scale": 0}, "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.98], "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {
-        "warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 3, "total_num_steps": 10}},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
-                          "reduce_bucket_size": "auto", "max_live_parameters": 100},
-    "wall_clock_breakdown": False,
-}  # fmt: skip
 SIZES = {"vocab_size": 500, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 SHAPES: Mapping[str, tuple[PreTrainedConfig, str]] = {
     "llama": (LlamaConfig(**SIZES, intermediate_size=64), "LlamaForCausalLM"),
@@ -70,20 +60,10 @@ SHAPES: Mapping[str, tuple[PreTrainedConfig, str]] = {
     "bert": (BertConfig(**SIZES, intermediate_size=64), "BertForMaskedLM"),
 }
 ROWS = [{"text": text, "label": f"l{i % 2}", "more": {"a": [i, None]}} for i, text in enumerate(TEXTS[:6])]
-TALK = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "the cat"}]
-SAY = {"prompt": "say the cat", "chosen": " a dog", "rejected": " the house"}
-ANSWER = {"question": "who", "context": "the cat", "answers": {"text": ["cat"], "answer_start": [4]}}
 TASKS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "classes": ("sequence_classification", {"text": "the cat", "label": "x"}),
-    "tags": ("token_classification", {"tokens": ["the", "cat"], "tags": ["O", "B-x"]}),
-    "answers": ("question_answering", ANSWER),
-    "texts": ("causal_lm", {"text": "the cat runs"}),
-    "chat": ("causal_lm", {"messages": TALK}),
+    **{name: (name, row("the cat")) for name, row in ROW_OF.items()},
+    "chat": ("causal_lm", {"messages": [{"role": role, "content": "the cat"} for role in ("user", "assistant")]}),
     "instructions": ("causal_lm", {"instruction": "say", "output": "the cat"}),
-    "masks": ("masked_lm", {"text": "the cat runs"}),
-    "targets": ("seq2seq_lm", {"source": "the cat", "target": "a dog"}),
-    "preferences": ("preference", SAY),
-    "rewards": ("reward", SAY),
 }
 NAMES = (
     "yaml", "yaml of JSON", "deepspeed", *(f"config.json {name}" for name in SHAPES), "config.json with weights",
@@ -243,7 +223,7 @@ def settings_readers() -> Iterator[tuple[str, Rotten]]:
     yield "yaml", Rotten({"my.yaml": yaml.safe_dump(FLAGS).encode()}, "my.yaml", planned, 4)
     yield "yaml of JSON", Rotten({"my.yaml": in_json(FLAGS)}, "my.yaml", planned, 4)
     words = ("--deepspeed-config", "{}/ds.json", "--task", "causal_lm", "--device", "cpu", "--nproc-per-node", "2")
-    yield "deepspeed", Rotten({"ds.json": in_json(DEEPSPEED)}, "ds.json", plan(*words), 4)
+    yield "deepspeed", Rotten({"ds.json": in_json(DEEPSPEED_FILE)}, "ds.json", plan(*words), 4)
     for name in ("axolotl-qlora.yml", "transformers-arguments.json", "megatron-gpt.sh"):
         options = Options(task="sequence_classification") if name.endswith(".json") else Options()
 
@@ -297,8 +277,7 @@ def data_readers(folder: Path, tokenizers: Mapping[str, Path]) -> Iterator[tuple
     for name, content in {"corpus.jsonl": lines, "corpus.txt": text, "corpus.parquet": table}.items():
         yield name, Rotten({name: content}, name, read_documents)
     for name, (task, row) in TASKS.items():
-        known = {"causal_lm": "gpt2", "preference": "gpt2", "reward": "gpt2", "seq2seq_lm": "t5"}
-        architecture = known.get(task, "bert")
+        architecture = ARCHITECTURES.get(task, "bert")
         flags = {
             **TINY, "task": task, "model_type": architecture, "seq_length": 24, "validation_fraction": 0.0,
             "tokenizer_path": str(tokenizers["gpt" if architecture == "gpt2" else "bert"]),
@@ -307,7 +286,8 @@ def data_readers(folder: Path, tokenizers: Mapping[str, Path]) -> Iterator[tuple
         def prepare(folder: Path, flags: Mapping[str, Any] = flags) -> None:
             load_task(configured(**flags, data_dir=str(folder))).build_data()
 
-        lines = b"".join(in_json(one) + b"\n" for one in (row, {**row, "label": "y"} if "label" in row else row) * 2)
+        other = {**row, "label": "z"} if task == "sequence_classification" else row
+        lines = b"".join(in_json(one) + b"\n" for one in (row, other) * 2)
         yield f"rows of {name}", Rotten({"train.jsonl": lines}, "train.jsonl", prepare, 20)
     (folder / "indexed").mkdir()
     numbered(folder / "indexed" / "set", [3, 4, 5])

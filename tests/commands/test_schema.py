@@ -21,6 +21,7 @@ from rapidformer_templates.errors import ConfigError, Refused
 from rapidformer_templates.planning.config import RunConfig, settable_by_files, spelling, to_yaml
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
+from tests.support.messages import Capture, Says
 
 jsonschema: Any = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install jsonschema")
 ROOT = Path(__file__).parents[2]
@@ -65,26 +66,13 @@ def _parses(config: RunConfig, name: str, value: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("micro-batch-sise: 8", "'micro-batch-sise' does not match any"),
-        ("task: casual_lm", "'casual_lm' is not one of"),
-        ("lr: fast", "'fast' does not match"),
-        ("epochs: 0", "0 is less than the minimum of 1"),
-        ("tf32: 1", "1 is not of type 'null', 'boolean'"),
-        ("config: other.yaml", "'config' does not match any"),
-        ("- lr", "is not of type 'object', 'null'"),
-    ],
-)
-def test_what_an_editor_finds(text: str, found: str) -> None:
-    (error,) = VALIDATOR.iter_errors(yaml.safe_load(text))
-    assert found in error.message
-
-
-def test_dashes_underscores_and_other_spellings() -> None:
+def test_what_an_editor_finds(says: Says) -> None:
+    for text in ("micro-batch-sise: 8", "task: casual_lm", "lr: fast", "epochs: 0", "tf32: 1", "config: other.yaml"):
+        (error,) = VALIDATOR.iter_errors(yaml.safe_load(text))
+        says.text(f"{text}: {error.message[:60]}")
     for text in ("micro-batch-size: 8", "micro_batch_size: 8", "micro_batch-size: 8", "fp16: true", "lr: 2e-4", ""):
         assert VALIDATOR.is_valid(yaml.safe_load(text)), text
+    assert not VALIDATOR.is_valid(["lr"])
 
 
 FILES = [ROOT / "examples/sentiment.yaml"]
@@ -111,12 +99,11 @@ def test_trackers_in_small_and_capital_letters(value: Any) -> None:
     assert VALIDATOR.is_valid({"report-to": value}) == _parses(config, "report_to", value)
 
 
-def test_it_has_the_flags_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_has_the_flags_of_a_script(capsys: Capture, says: Says) -> None:
     assert main(["schema", "--user-script", str(ROOT / "examples/new/trainer.py")]) == 0
     own = json.loads(capsys.readouterr().out)["properties"]["width"]
     assert (own["minimum"], own["default"]) == (1, 64)
-    assert main(["schema", "--user-script", str(ROOT / "examples/new/finetuner.py")]) == 2
-    assert "does not declare any flags" in capsys.readouterr().err
+    says.command(f"schema --user-script {ROOT}/examples/new/finetuner.py", ROOT=ROOT)
 
 
 def _commands() -> list[str]:
@@ -168,7 +155,7 @@ def test_a_command_written_as_a_file_is_the_same_command(tmp_path: Path) -> None
         assert _answer(["--config", str(file), *of_the_plan.split()]) == _answer(words), command
 
 
-def test_the_file_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_is_printed(tmp_path: Path, capsys: Capture) -> None:
     first = tmp_path / "first.yaml"
     first.write_text("lr: 2e-4\nepochs: 3\ntf32: false\nsave-interval: 50\n", encoding="utf-8")
     words = ["plan", "--device", "cpu", "--config", str(first), "--train-iters", "9", "--mixed_precision", "--yaml"]
@@ -179,16 +166,13 @@ def test_the_file_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_no_file_of_a_command_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--device", "cpu", "--tf32", "--yaml"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("error[RF018]")
-    assert main(["plan", "--device", "cpu", "--yaml", "--json"]) == 2
-    assert "--json and --yaml both say what to print" in capsys.readouterr().err
+def test_no_file_of_a_command_that_is_refused(capsys: Capture, says: Says) -> None:
+    says.command("plan --device cpu --tf32 --yaml")
+    assert capsys.readouterr().out == ""
+    says.command("plan --device cpu --yaml --json")
 
 
-def test_the_file_of_a_script_leaves_out_what_stands_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_of_a_script_leaves_out_what_stands_in_the_script(capsys: Capture) -> None:
     script = str(ROOT / "examples/new/trainer.py")
     assert main(["plan", "--user-script", script, "--width", "8", "--device", "cpu", "--yaml"]) == 0
     assert capsys.readouterr().out == f"# python {script} --config FILE\ndevice: cpu\nwidth: 8\n"

@@ -18,6 +18,7 @@ from rapidformer_templates.compat import rapidformer
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.run.log import Log
+from tests.support.messages import Says
 from tests.support.worker_pool import run_in_workers
 
 EXAMPLES = Path(finetune.__file__).parent
@@ -209,31 +210,25 @@ def _body(**changed: Callable[..., Any]) -> None:
             engine.session.close()
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"backward": lambda loss: None, "step": lambda: None}, r"without engine.backward\(loss\)"),
-        ({"step": lambda: None}, r"without optimizer.step\(\)"),
-        ({"backward": lambda loss: None}, r"optimizer.step\(\) without engine.backward"),
-    ],
-)
-def test_a_body_without_its_parts_is_told_so(changed: dict[str, Any], told: str) -> None:
-    with pytest.raises(RapidformerError, match=told):
-        _body(**changed)
+def test_a_body_without_its_parts_is_told_so(says: Says) -> None:
+    none: dict[str, Callable[..., Any]] = {"backward": lambda loss: None, "step": lambda: None}
+    for changed in (none, {"step": none["step"]}, {"backward": none["backward"]}):
+        with says(RapidformerError):
+            _body(**changed)
 
 
-def test_get_args_knows_flags_and_their_own() -> None:
+def test_get_args_knows_flags_and_their_own(says: Says) -> None:
     with given("--lr 1e-3 --train-iters 5 --words 7 --seed 9"):
         rapidformer.RapidformerEngine(extra_args_provider=finetune.get_tasks_args)
     args = rapidformer.get_args()
     assert (args.lr, args.train_iters, args.words, args.seed, args.micro_batch_size) == (1e-3, 5, 7, 9, 1)
     args.iteration = 3
     assert args.iteration == 3
-    with pytest.raises(ConfigError, match=r"args.train_iters = 1 would change nothing"):
+    with says(ConfigError):
         args.train_iters = 1
-    with pytest.raises(AttributeError, match=r"there is no flag --nothing"):
+    with says(AttributeError):
         _ = args.nothing
-    with given(""), pytest.raises(ConfigError, match="is a flag of the library"):
+    with given(""), says(ConfigError):
         rapidformer.RapidformerEngine(extra_args_provider=lambda parser: parser.add_argument("--lr"))
 
 
@@ -263,25 +258,19 @@ class Counted(Unlabelled):
         return int(batch["text"][:, 1:].numel())
 
 
-def test_what_cannot_be_told_apart_names_the_hook() -> None:
+def test_what_cannot_be_told_apart_names_the_hook(says: Says) -> None:
     flags = f"{OF_A_RUN} --train-iters 3 --micro-batch-size 2 --global-batch-size 4 --no-save"
-    with given(flags):
-        engine = rapidformer.RapidformerEngine()
-        with pytest.raises(RapidformerError, match="cannot tell what the loss of run_forward_step is a mean over"):
-            Unlabelled(engine=engine).train()
+    with given(flags), says(RapidformerError):
+        Unlabelled(engine=rapidformer.RapidformerEngine()).train()
     with given(flags):
         lines = recorded(Counted(engine=rapidformer.RapidformerEngine()).train)
     assert [line["lr"] for line in lines] == [0.1, 0.05, 0.025]  # the scheduler of the script
     for length in ("--epochs 1", "--train-iters 1epochs"):
-        wrong = pytest.raises(ConfigError, match="the number of samples, which a length in epochs does not give")
-        with given(f"--device cpu --lr 1e-2 {length} --no-save"), wrong:
+        with given(f"--device cpu --lr 1e-2 {length} --no-save"), says(ConfigError):
             pretrain.MyBertPreTrainer(engine=rapidformer.RapidformerEngine()).train()
-    with pytest.raises(ConfigError, match="GPTPredictor of PAI-Rapidformer is not available"):
+    with says(ConfigError):
         _ = rapidformer.GPTPredictor
-
-
-def test_one_call_of_run_forward_step_is_one_batch() -> None:
     batch = rapidformer._OneBatch(text=1)
     assert next(batch) == {"text": 1}
-    with pytest.raises(RapidformerError, match="run_forward_step takes a second batch"):
+    with says(RapidformerError):
         next(batch)

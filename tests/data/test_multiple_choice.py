@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -20,49 +19,31 @@ from transformers import (
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.data.tasks import Task, load_task
-from rapidformer_templates.data.tasks.multiple_choice import MultipleChoice
-from rapidformer_templates.errors import ConfigError, DataError, RapidformerError
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.data.tasks import Task
+from rapidformer_templates.errors import DataError, RapidformerError
+from tests.support.messages import Says
 from tests.support.parity import Trained, trained
+from tests.support.preference_runs import words
 from tests.support.selection import by_default, selected
-from tests.support.texts import TINY, WORDS, write_jsonl
+from tests.support.texts import Load, write_jsonl
 from tests.support.worker_pool import run_in_workers
 
-
-def words(count: int, seed: int) -> str:
-    return " ".join(np.random.default_rng(seed).choice(WORDS, count))
-
-
 ROWS = [
-    {
-        "context": words(3 + i % 5, i),
-        "choices": [words(1 + (i + j) % 6, 100 * j + i) for j in range(4)],
-        "label": i * 3 % 4,
-    }
+    {"context": words(3 + i % 5, i), "choices": [words(1 + (i + j) % 6, 100 * j + i) for j in range(4)],
+     "label": i * 3 % 4}
     for i in range(16)
-]
-Load = Callable[..., Task]
+]  # fmt: skip
 
 
 @pytest.fixture
-def load(tmp_path: Path, configure: Callable[..., RunConfig], bert_folder: Path) -> Load:
-    """Return a function that writes rows to ``train.jsonl``, and loads the task for them."""
-
-    def make(rows: list[dict[str, Any]], **flags: Any) -> Task:
-        write_jsonl(tmp_path / "train.jsonl", rows)
-        common = {"data_dir": str(tmp_path), "model_type": "bert", "tokenizer_path": str(bert_folder), **TINY}
-        return load_task(configure(task="multiple_choice", **(common | {"validation_fraction": 0.0} | flags)))
-
-    return make
+def load(load: Load) -> Load:
+    return partial(load, "multiple_choice")
 
 
 def read(task: Task, count: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Return the first samples, and their batch."""
-    data = task.build_data()
-    train: Any = data.train
-    samples = [train[i] for i in range(count)]
-    assert data.collate is not None
+    data: Any = task.build_data()
+    samples = [data.train[i] for i in range(count)]
     return samples, data.collate(samples)
 
 
@@ -88,59 +69,48 @@ def test_batches_losses_and_choices_are_those_of_transformers(load: Load, bert_f
 
 def test_the_length_of_a_sample_is_that_of_its_longest_row(load: Load) -> None:
     task = load(ROWS)
-    data, (_, batch) = task.build_data(), read(task, 16)
-    assert data.lengths is not None
-    assert data.lengths.tolist() == batch["attention_mask"].sum(-1).amax(-1).tolist()
+    lengths: Any = task.build_data().lengths
+    assert lengths.tolist() == read(task, 16)[1]["attention_mask"].sum(-1).amax(-1).tolist()
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"sent1": "the cat", "sent2": "it", "ending0": "runs", "ending1": "eats", "label": "1"},
-        {"article": "the cat", "question": "it", "options": ["runs", "eats"], "answer": "B"},
-        {
-            "context": "the cat",
-            "question": "it",
-            "choices": {"text": ["runs", "eats"], "label": [1, 2]},
-            "label": "2",
-        },
-        {"ctx": "the cat", "endings": ["it runs", "it eats"], "label": 1.0},
-        {"passage": "the cat", "pick": ["it runs", "it eats"], "gold": 1},
-    ],
-    ids=["swag", "race", "arc", "hellaswag", "own-columns"],
-)
-def test_columns_of_known_data_sets(load: Load, bert_folder: Path, row: dict[str, Any]) -> None:
-    flags = {"pair_column": "pick", "label_column": "gold"} if "pick" in row else {}
-    samples, _ = read(load([row] * 2, **flags), 1)
+ARC = {"text": ["runs", "eats"], "label": [1, 2]}
+KNOWN: dict[str, dict[str, Any]] = {
+    "swag": {"sent1": "the cat", "sent2": "it", "ending0": "runs", "ending1": "eats", "label": "1"},
+    "race": {"article": "the cat", "question": "it", "options": ["runs", "eats"], "answer": "B"},
+    "arc": {"context": "the cat", "question": "it", "choices": ARC, "label": "2"},
+    "hellaswag": {"ctx": "the cat", "endings": ["it runs", "it eats"], "label": 1.0},
+    "own columns": {"passage": "the cat", "pick": ["it runs", "it eats"], "gold": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_columns_of_known_data_sets(load: Load, bert_folder: Path, name: str) -> None:
+    flags = {"pair_column": "pick", "label_column": "gold"} if name == "own columns" else {}
+    samples, _ = read(load([KNOWN[name]] * 2, **flags), 1)
     tokenizer = AutoTokenizer.from_pretrained(bert_folder)
     wanted = tokenizer(["the cat"] * 2, ["it runs", "it eats"])["input_ids"]
     assert [ids.tolist() for ids in samples[0]["input_ids"]] == wanted
     assert samples[0]["labels"] == 1
 
 
-NUMBERED = {
+NUMBERED: dict[str, tuple[dict[str, Any], str, list[Any], list[int]]] = {
     "winogrande": (
-        {"sentence": "the cat", "option1": "runs", "option2": "eats"},
-        "answer",
-        ["1", "2", "2", "1"],
-        [0, 1, 1, 0],
+        {"sentence": "the cat", "option1": "runs", "option2": "eats"}, "answer", ["1", "2", "2", "1"], [0, 1, 1, 0],
     ),
     "a list from one": ({"context": "the cat", "choices": ["a", "dog", "it"]}, "label", [3, 1, 2, 1], [2, 0, 1, 0]),
     "copa": ({"premise": "the cat", "choice1": "runs", "choice2": "eats"}, "label", [1, 0, 0, 1], [1, 0, 0, 1]),
     "a list from zero": ({"context": "the cat", "choices": ["a", "dog", "it"]}, "label", [1, 1, 2, 1], [1, 1, 2, 1]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NUMBERED)
 @pytest.mark.parametrize("skips", [False, True])
-def test_numbers_of_choices_begin_at_zero_or_one(load: Load, tmp_path: Path, name: str, skips: bool) -> None:
+def test_numbers_of_choices_begin_at_zero_or_one(load: Load, name: str, skips: bool) -> None:
     row, column, labels, wanted = NUMBERED[name]
-    write_jsonl(tmp_path / "valid.jsonl", [row | {column: labels[0]}])  # the training part decides
-    task = load([row | {column: label} for label in labels], skip_bad_lines=skips)
-    data = task.build_data()
-    train, valid = data.train, data.valid
-    assert [train[i]["labels"] for i in range(len(train))] == wanted  # type: ignore[index, arg-type]
-    assert valid[0]["labels"] == wanted[0]  # type: ignore[index, call-overload]
+    rows = [row | {column: label} for label in labels]
+    data: Any = load(rows, rows[:1], skip_bad_lines=skips).build_data()  # the training part decides
+    assert [sample["labels"] for sample in data.train] == wanted
+    assert data.valid[0]["labels"] == wanted[0]
 
 
 def test_a_named_label_comes_before_an_index(load: Load) -> None:
@@ -150,60 +120,46 @@ def test_a_named_label_comes_before_an_index(load: Load) -> None:
     assert [sample["labels"] for sample in samples] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"choices": ["a", "b", "c"]}, "the row has 3 choices, and the first row has 4"),
-        ({"label": 4}, "the label in column 'label' is 4; the row has 4 choices"),
-        ({"label": -1}, "the label in column 'label' is -1; the row has 4 choices"),
-        ({"label": None}, "the label in column 'label' is empty"),
-        ({"choices": ["a", "b", "", "d"]}, "the text in column 'choices' is empty"),
-        ({"choices": ["a"]}, "the column 'choices' has 1 choices"),
-        ({"choices": None}, "the column 'choices' holds None, not a list of choices"),
-        ({"context": " "}, "the text in column 'context' is empty"),
-    ],
-)
-def test_bad_rows_are_named(load: Load, tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    rows = [ROWS[0], ROWS[1], {**ROWS[2], **change}, *ROWS[3:]]
-    with pytest.raises(DataError, match=message) as caught:
+BAD: dict[str, dict[str, Any]] = {
+    "three choices": {"choices": ["a", "b", "c"]},
+    "a large label": {"label": 4},
+    "a negative label": {"label": -1},
+    "no label": {"label": None},
+    "an empty choice": {"choices": ["a", "b", "", "d"]},
+    "one choice": {"choices": ["a"]},
+    "no choices": {"choices": None},
+    "no context": {"context": " "},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_named(load: Load, name: str, says: Says) -> None:
+    rows = [ROWS[0], ROWS[1], {**ROWS[2], **BAD[name]}, *ROWS[3:]]
+    with says(DataError):
         load(rows).build_data()
-    assert f"{tmp_path / 'train.jsonl'}:3" in str(caught.value)
     task = load(rows, skip_bad_lines=True)
     task.build_data()
     assert len(task.bad.skipped) == 1
 
 
-def test_missing_columns_are_named(load: Load) -> None:
-    with pytest.raises(DataError, match="none of the columns is called choices, endings, options"):
+def test_mixtures_have_one_number_of_choices(load: Load, tmp_path: Path, says: Says) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    write_jsonl(tmp_path / "b.jsonl", [{**row, "choices": row["choices"][:3], "label": 0} for row in ROWS])
+    with says(DataError):
+        load(data_name="0.5 a 0.5 b").build_data()
+    load(ROWS, data_name="0.5 a 0.5 train").build_data()
+    with says(DataError):
         load([{"context": "the cat", "label": 0}]).build_data()
 
 
-def test_mixtures_have_one_number_of_choices(load: Load, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", ROWS)
-    write_jsonl(tmp_path / "b.jsonl", [{**row, "choices": row["choices"][:3], "label": 0} for row in ROWS])
-    with pytest.raises(DataError, match=r"different numbers of choices \(3, 4\)"):
-        load(ROWS, data_name="0.5 a 0.5 b").build_data()
-    mixed = load(ROWS, data_name="0.5 a 0.5 train")
-    mixed.build_data()
-    assert isinstance(mixed, MultipleChoice)
-
-
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--data-iterator dynamic-shape", "dynamic-shape cannot be combined with --task multiple_choice"),
-        ("--pack-sequences", "--pack-sequences needs --task causal_lm"),
-        ("--neftune-alpha 5", "is for samples of one row, unlike those of --task multiple_choice"),
-        ("--streaming --train-iters 2", "cannot be streamed|streaming"),
-        ("--mask-prob 0.2", "the task multiple_choice does not use --mask-prob"),
-    ],
+    "flags",
+    ["--data-iterator dynamic-shape", "--pack-sequences", "--neftune-alpha 5", "--streaming", "--mask-prob 0.2"],
 )
-def test_combinations_without_a_meaning_are_refused(tmp_path: Path, flags: str, message: str) -> None:
+def test_combinations_without_a_meaning_are_refused(tmp_path: Path, flags: str, says: Says) -> None:
     write_jsonl(tmp_path / "train.jsonl", ROWS)
-    base = (
-        f"--task multiple_choice --model-type bert --data-dir {tmp_path} --seq-length 16 --epochs 1 --lr 1e-3 --no-save"
-    )
-    with pytest.raises((ConfigError, RapidformerError), match=message):
+    base = f"--task multiple_choice --model-type bert --data-dir {tmp_path} --seq-length 16 --train-iters 2 --no-save"
+    with says(RapidformerError):
         Trainer([*base.split(), "--lr", "1e-3", *flags.split()]).fit()
 
 
@@ -289,13 +245,9 @@ def test_experts_do_not_count_padding(tmp_path: Path, bert_folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_commands_train_evaluate_predict_and_export(tmp_path: Path, start: Path, capsys: Any) -> None:
+def test_commands_train_evaluate_predict_and_export(tmp_path: Path, start: Path) -> None:
     run = tmp_path / "run"
     assert main([*flags_of(tmp_path, start), "--save", str(run)]) == 0
-    summary = json.loads((run / "summary.json").read_text())
-    capsys.readouterr()
-    assert main(["evaluate", str(run), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == pytest.approx(summary["metrics"])
     # Predictions need no labels, and their rows may have any number of choices.
     rows = [{"context": row["context"], "choices": row["choices"][: 2 + i % 3]} for i, row in enumerate(ROWS)]
     source, output = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
@@ -303,10 +255,8 @@ def test_commands_train_evaluate_predict_and_export(tmp_path: Path, start: Path,
     model = AutoModelForMultipleChoice.from_pretrained(run / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     for row, line in zip(rows, output.read_text().splitlines(), strict=True):
-        inputs = tokenizer(
-            [row["context"]] * len(row["choices"]), row["choices"], padding=True, truncation=True, max_length=16,
-            return_tensors="pt",
-        )  # fmt: skip
+        pairs = [row["context"]] * len(row["choices"]), row["choices"]
+        inputs = tokenizer(*pairs, padding=True, truncation=True, max_length=16, return_tensors="pt")
         with torch.no_grad():
             shares = model(**{name: tensor[None] for name, tensor in inputs.items()}).logits[0].softmax(-1)
         prediction = json.loads(line)["prediction"]

@@ -18,14 +18,12 @@ from rapidformer_templates.data.indexed.blend import Blend, ShuffledEpochs
 from rapidformer_templates.data.order import Order, SampleOrder, keep_apart
 from rapidformer_templates.data.shapes import choose_shapes
 from rapidformer_templates.data.streaming import BlockResult, RowStream, StreamedRow, StreamedSamples, StreamOrder
-from rapidformer_templates.data.tasks import load_task
-from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.steps import build_order
 from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder
-from tests.support.texts import TINY, WORDS, write_jsonl
+from tests.support.messages import Says
+from tests.support.texts import ROW_OF, WORDS, Load, write_jsonl
 
-Configure = Callable[..., RunConfig]
 Steps = Iterator[list[Any]]
 SIZES, BATCHES, SEED, PASSES = (*range(1, 25), 33, 64, 100), (1, 2, 3, 4, 7, 8, 16), 1234, 4
 
@@ -96,24 +94,6 @@ def test_each_pass_has_each_sample_once(order: Callable[[int, int], Order]) -> N
 
 
 SHOWN = ((8, 4, 4), (10, 4, 6), (6, 4, 4), (3, 4, 3))
-TABLE = """
-in_random_order
-  8 in batches of 4  [5 6 7 0] [4 1 3 2] [2 3 4 5] [0 7 1 6]
- 10 in batches of 4  [8 9 5 0] [2 6 4 7] [1 3 | 5 4] [2 3 6 8] [0 7 1 9] [0 5 1 9]
-  6 in batches of 4  [4 5 0 1] [3 2 | 4 5] [0 1 3 2] [4 5 0 1]
-  3 in batches of 4  [0 1 2 | 0] [1 2 | 1 0] [2 | 2 1 0]
-by_length
-  8 in batches of 4  [4 2 5 1] [6 0 7 3] [4 2 5 1] [6 0 7 3]
- 10 in batches of 4  [7 2 9 6] [0 4 8 5] [3 1 | 4 5] [7 3 2 9] [6 0 8 1] [7 9 6 0]
-  6 in batches of 4  [5 0 1 4] [3 2 | 5 4] [3 0 1 2] [5 0 1 4]
-  3 in batches of 4  [1 2 0 | 0] [1 2 | 1 0] [2 | 1 2 0]
-by_epochs
-  8 in batches of 4  [4 2 5 1] [6 0 7 3] [4 2 5 1] [6 0 7 3]
- 10 in batches of 4  [7 3 2 9] [6 0 4 8] [5 1] [8 1] [7 3 2 9] [6 0 4 5]
-  6 in batches of 4  [3 5 0 1] [2 4] [3 5 0 2] [1 4]
-  3 in batches of 4  [1 2 0] [1 2 0] [1 2 0]
-"""
-"""The samples of the first steps. A bar is the border of two passes in a batch."""
 
 
 def shown(order: Order, size: int, steps: int) -> str:
@@ -124,12 +104,12 @@ def shown(order: Order, size: int, steps: int) -> str:
     return " ".join(f"[{batch}]" for batch in batches)
 
 
-def test_the_batches_of_small_sets() -> None:
-    lines = [""]
+def test_the_batches_of_small_sets(says: Says) -> None:
+    """Show the samples of the first steps. A bar is the border of two passes in a batch."""
     for order in ORDERS[:3]:
-        lines.append(order.__name__)
-        lines += [f" {n:2} in batches of {batch}  {shown(order(n, batch), n, steps)}" for n, batch, steps in SHOWN]
-    assert "\n".join([*lines, ""]) == TABLE
+        says.text(order.__name__)
+        for n, batch, steps in SHOWN:
+            says.text(f"{n} in batches of {batch}  {shown(order(n, batch), n, steps)}")
 
 
 # Sources with their own order
@@ -192,52 +172,24 @@ def test_each_pass_over_a_set_of_a_mixture_has_each_sample_once(weights: tuple[i
 
 # Every task
 
-PAIR = {"chosen": " sees", "rejected": " eats the house"}
-ANSWER = {"text": ["tree"], "answer_start": [6]}
-ROWS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
-    "sequence_classification": ("bert", lambda text: {"text": text, "label": "xy"[len(text) % 2]}),
-    "token_classification": ("bert", lambda text: {"tokens": text.split(), "ner_tags": ["X"] * len(text.split())}),
-    "question_answering": ("bert", lambda text: {"question": text, "context": "a big tree", "answers": ANSWER}),
-    "multiple_choice": ("bert", lambda text: {"context": text, "choices": ["sees a tree", "eats"], "label": 1}),
-    "masked_lm": ("bert", lambda text: {"text": text}),
-    "causal_lm": (
-        "gpt2",
-        lambda text: {"messages": [{"role": role, "content": text} for role in ("user", "assistant")]},
-    ),
-    "seq2seq_lm": ("t5", lambda text: {"source": text, "target": "sees a tree"}),
-    "preference": ("gpt2", lambda text: {"prompt": text, **PAIR}),
-    "reward": ("gpt2", lambda text: {"prompt": text, **PAIR}),
-}
-"""An architecture for each task, and how it gets a row with a text."""
-
 
 def test_every_task_is_listed() -> None:
-    assert ROWS.keys() == TASKS.keys() - {"pretraining"}
+    assert ROW_OF.keys() == TASKS.keys() - {"pretraining"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ROWS)
-def test_each_pass_of_a_task_has_each_sample_once(
-    task: str, configure: Configure, gpt_folder: Path, bert_folder: Path, tmp_path: Path
-) -> None:
-    architecture, row = ROWS[task]
-    write_jsonl(tmp_path / "train.jsonl", (row(" ".join(WORDS[i : i + i % 7 + 1])) for i in range(13)))
-    tokenizer = bert_folder if architecture == "bert" else gpt_folder
-    flags = {"data_dir": str(tmp_path), "model_type": architecture, "tokenizer_path": str(tokenizer), "lr": 1e-3}
-    flags |= TINY | {"seq_length": 64, "validation_fraction": 0.0, "task": task, "train_iters": "3epochs"}
+@pytest.mark.parametrize("task", ROW_OF)
+def test_each_pass_of_a_task_has_each_sample_once(task: str, load: Load) -> None:
+    rows = [ROW_OF[task](" ".join(WORDS[i : i + i % 7 + 1])) for i in range(13)]
     for more in ({}, {"streaming": True}) if TASKS[task].is_streamed else ({},):
-        config = configure(**flags, **more)
-        data = load_task(config).build_data()
+        made = load(task, rows, lr=1e-3, seq_length=64, train_iters="3epochs", **more)
+        data: Any = made.build_data()
         for batch in (4, 8):
-            run: Any = SimpleNamespace(config=config, data=data, plan=plan_of(batch))
-            order, samples = build_order(run, data.train), data.train
+            plan = SimpleNamespace(sizes=SimpleNamespace(global_batch=batch), switches=())
+            run: Any = SimpleNamespace(config=made.config, data=data, plan=plan)
             ids: dict[int, int] = {}
             steps = (
-                [ids.setdefault(checksum(samples[position]), len(ids)) for position in positions]
-                for positions in steps_of(order)
+                [ids.setdefault(checksum(data.train[position]), len(ids)) for position in positions]
+                for positions in steps_of(build_order(run, data.train))
             )
             check_passes(steps, 13, batch, at=f"{task} {more} in batches of {batch}")
-
-
-def plan_of(batch: int) -> Any:
-    return SimpleNamespace(sizes=SimpleNamespace(global_batch=batch), switches=())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,21 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.text.special_tokens import added_tokens, once
-from rapidformer_templates.planning.config import RunConfig
-from tests.support.texts import TINY, write_jsonl
+from rapidformer_templates.run.predictions import samples_as_part
+from tests.support.texts import Load
 
-Configure = Callable[..., RunConfig]
-ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "text": ("causal_lm", "gpt2", {"text": "<s>the cat sees"}),
-    "completion": ("causal_lm", "gpt2", {"prompt": "<s>the cat", "completion": " sees"}),
-    "pair": ("preference", "gpt2", {"prompt": "<s>the cat", "chosen": " sees", "rejected": " eats"}),
-    "whole pair": ("preference", "gpt2", {"chosen": "<s>the cat sees", "rejected": "<s>the cat eats"}),
-    "reward": ("reward", "gpt2", {"prompt": "<s>the cat", "chosen": " sees", "rejected": " eats"}),
-    "class": ("sequence_classification", "gpt2", {"text": "<s>the cat", "label": "x"}),
-    "two texts": ("sequence_classification", "gpt2", {"premise": "<s>the cat", "hypothesis": "sees", "label": "x"}),
-    "source and target": ("seq2seq_lm", "t5", {"source": "<s>the cat", "target": "<s>sees"}),
-    "choices": ("multiple_choice", "bert", {"context": "<s>the cat", "choices": ["sees", "eats"], "label": 0}),
-    "masks": ("masked_lm", "bert", {"text": "<s>the cat"}),
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": ("causal_lm", {"text": "<s>the cat sees"}),
+    "completion": ("causal_lm", {"prompt": "<s>the cat", "completion": " sees"}),
+    "pair": ("preference", {"prompt": "<s>the cat", "chosen": " sees", "rejected": " eats"}),
+    "whole pair": ("preference", {"chosen": "<s>the cat sees", "rejected": "<s>the cat eats"}),
+    "reward": ("reward", {"prompt": "<s>the cat", "chosen": " sees", "rejected": " eats"}),
+    "class": ("sequence_classification", {"text": "<s>the cat", "label": "x"}),
+    "two texts": ("sequence_classification", {"premise": "<s>the cat", "hypothesis": "sees", "label": "x"}),
+    "source and target": ("seq2seq_lm", {"source": "<s>the cat", "target": "<s>sees"}),
+    "choices": ("multiple_choice", {"context": "<s>the cat", "choices": ["sees", "eats"], "label": 0}),
+    "masks": ("masked_lm", {"text": "<s>the cat"}),
 }
 NOTE = "texts begin or end with special tokens that the tokenizer adds, so it does not add them again"
 
@@ -35,14 +32,8 @@ NOTE = "texts begin or end with special tokens that the tokenizer adds, so it do
 def tokenizer_folder(gpt_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer that begins each text with ``<s>``, as llama's does, and ends it with ``</s>``."""
     tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
-    special = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "mask_token": "<mask>",
-        "sep_token": "</s>",
-    }
-    tokenizer.add_special_tokens(special)
+    special = {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "mask": "<mask>", "sep": "</s>"}
+    tokenizer.add_special_tokens({f"{name}_token": text for name, text in special.items()})
     marks = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A $B </s>", special_tokens=marks
@@ -57,21 +48,17 @@ def without_marks(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_a_begin_token_in_the_text_is_not_added_again(
-    kind: str, configure: Configure, tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    name, architecture, row = ROWS[kind]
+def test_a_begin_token_in_the_text_is_not_added_again(kind: str, load: Load, tokenizer_folder: Path) -> None:
+    name, row = ROWS[kind]
     samples, notes = [], []
     for content in (row, without_marks(row), {**row, "text": "<s>the cat</s>"} if kind == "text" else row):
-        write_jsonl(tmp_path / "train.jsonl", [content, content | ({"label": "y"} if row.get("label") == "x" else {})])
-        flags = {"data_dir": str(tmp_path), "model_type": architecture, "tokenizer_path": str(tokenizer_folder)}
-        task = load_task(configure(task=name, **(TINY | {"seq_length": 32, "validation_fraction": 0.0} | flags)))
-        samples.append([task.build_data().train[i] for i in range(2)])  # type: ignore[index]
+        rows = [content, content | ({"label": "y"} if row.get("label") == "x" else {})]
+        task = load(name, rows, tokenizer_path=str(tokenizer_folder), seq_length=32)
+        samples.append(list(task.build_data().train or ()))  # type: ignore[call-overload]
         notes.append(task.notes)
     for rendered, bare in zip(*samples[:2], strict=True):
         assert str(rendered) == str(bare)
-    assert notes[0].count(NOTE) == 1
-    assert NOTE not in notes[1]
+    assert (notes[0].count(NOTE), notes[1].count(NOTE)) == (1, 0)
     if kind == "text":
         assert task.tokenizer.decode(samples[2][0]["input_ids"]) == "<s>the cat</s>"
 
@@ -92,10 +79,7 @@ def test_which_tokens_are_added_and_which_remain(tokenizer_folder: Path, bert_fo
 
 
 @pytest.mark.parametrize("prompt", ["<s>the cat", "the cat"])
-def test_a_prompt_to_continue(prompt: str, configure: Configure, tokenizer_folder: Path, tmp_path: Path) -> None:
-    from rapidformer_templates.run.predictions import samples_as_part
-
-    flags = {"model_type": "gpt2", "tokenizer_path": str(tokenizer_folder), "data_dir": str(tmp_path)}
-    task = load_task(configure(task="causal_lm", **(TINY | {"seq_length": 32} | flags)))
+def test_a_prompt_to_continue(prompt: str, load: Load, tokenizer_folder: Path) -> None:
+    task = load("causal_lm", tokenizer_path=str(tokenizer_folder), seq_length=32)
     ids = task.inputs(samples_as_part([prompt])).rows[0]["input_ids"]
     assert task.tokenizer.decode(ids) == "<s>the cat"

@@ -2,79 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
-from torch.nn import functional
 
 from rapidformer_templates.data.streaming import StreamedSamples
-from rapidformer_templates.data.tasks import Task, load_task
+from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.planning.config import RunConfig, field_types, value_kind
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import TASKS, TaskFacts, tasks_with
-from tests.support.texts import TINY, write_jsonl
+from tests.support.texts import ARCHITECTURES, ROW_OF, Load
 
-Configure = Callable[..., RunConfig]
 ROWS = 6
-PAIR = {"prompt": "the cat", "chosen": " sees a tree", "rejected": " eats"}
-QUESTION = {
-    "question": "the cat",
-    "context": "big tree " * 60,
-    "answers": {"text": ["tree"], "answer_start": [4]},
+MORE: dict[str, dict[str, Any]] = {
+    "question_answering": {"context": "big tree " * 60, "answers": {"text": ["tree"], "answer_start": [4]}},
+    "multiple_choice": {"choices": ["sees a tree", "a", "b", "c"]},
 }
-CHOICES = {"context": "the cat", "choices": ["sees a tree", "a", "b", "c"], "label": 2}
-SOURCES: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "sequence_classification": ("bert", {"text": "a cat", "label": "x"}),
-    "token_classification": ("bert", {"tokens": ["the", "cat"], "ner_tags": ["O", "B-X"]}),
-    "question_answering": ("bert", QUESTION),
-    "multiple_choice": ("bert", CHOICES),
-    "masked_lm": ("bert", {"text": "the cat sees a tree"}),
-    "causal_lm": ("gpt2", {"text": "the cat sees a tree"}),
-    "seq2seq_lm": ("t5", {"source": "the cat", "target": "sees a tree under the big house"}),
-    "preference": ("gpt2", PAIR),
-    "reward": ("gpt2", PAIR),
-}
-"""An architecture and a row of data for each task of fine-tuning."""
-
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in SOURCES),
-    ("preference", {"preference_loss": "kto"}),
-]
 
 
 @pytest.fixture
-def task_of(tmp_path: Path, configure: Configure, bert_folder: Path, gpt_folder: Path) -> Callable[..., Task]:
+def task_of(load: Load) -> Load:
     """Return a function that loads a task for a few rows."""
 
     def make(name: str, **flags: Any) -> Task:
-        architecture, row = SOURCES[name]
-        labels = [{"label": "xy"[i % 2]} if name == "sequence_classification" else {} for i in range(ROWS)]
-        write_jsonl(tmp_path / "train.jsonl", [row | label for label in labels])
-        tokenizer = bert_folder if architecture == "bert" else gpt_folder
-        common = {"data_dir": str(tmp_path), "model_type": architecture, "tokenizer_path": str(tokenizer)}
-        return load_task(configure(task=name, validation_fraction=0.0, **(TINY | {"seq_length": 32} | common | flags)))
+        rows = [ROW_OF[name](text) | MORE.get(name, {}) for text in ("the cat sees", "the cat eats it") * (ROWS // 2)]
+        return load(name, rows, **{"seq_length": 32} | flags)
 
     return make
 
 
 def _read(task: Task) -> tuple[int, Batch]:
     """Return the number of samples, and a batch of the first four."""
-    data = task.build_data()
-    samples: Any = data.train
-    first = [samples[i] for i in range(4)]
+    data: Any = task.build_data()
+    first = [data.train[i] for i in range(4)]
     if data.augment:
         first = [data.augment(sample, np.random.default_rng(0)) for sample in first]
-    assert data.collate is not None
     batch: Batch = data.collate(first)
-    return len(samples), batch
+    return len(data.train), batch
 
 
 # The records
@@ -87,10 +57,6 @@ def test_no_field_of_a_record_can_be_forgotten() -> None:
 def test_the_flag_has_the_names_of_the_records() -> None:
     assert value_kind(field_types(TrainingFlags)["task"])[1] == tuple(TASKS)
     assert all(name == facts.name for name, facts in TASKS.items())
-
-
-def test_the_tasks_of_fine_tuning_are_read_below() -> None:
-    assert SOURCES.keys() == TASKS.keys() - {"pretraining"}
 
 
 def test_the_columns_of_predictions_are_known() -> None:
@@ -120,12 +86,14 @@ def test_a_name_of_a_class_belongs_to_one_task() -> None:
 @pytest.mark.parametrize("name", tasks_with(lambda task: task.model_classes != ()))
 def test_classes_of_models_have_the_names_of_the_record(name: str) -> None:
     auto_class = load_object(TASKS[name].implementation).auto_class
-    config = transformers.CONFIG_MAPPING[SOURCES[name][0]]
+    config = transformers.CONFIG_MAPPING[ARCHITECTURES.get(name, "bert")]
     kind = getattr(transformers, auto_class)._model_mapping[config]
     assert kind.__name__.endswith(TASKS[name].model_classes)
 
 
-@pytest.mark.parametrize(("name", "flags"), VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "flags"), [*((name, {}) for name in ROW_OF), ("preference", {"preference_loss": "kto"})]
+)
 def test_samples_are_what_the_record_says(name: str, flags: dict[str, Any], task_of: Callable[..., Task]) -> None:
     facts = TASKS[name]
     count, batch = _read(task_of(name, **flags))
@@ -144,7 +112,7 @@ def test_samples_are_what_the_record_says(name: str, flags: dict[str, Any], task
         assert facts.compares_answers or labels is None or labels.shape != inputs.shape
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", ROW_OF)
 def test_plans_know_the_shapes_of_batches(name: str, task_of: Callable[..., Task]) -> None:
     task = task_of(name)
     _, batch = _read(task)
@@ -159,30 +127,14 @@ def test_plans_know_the_shapes_of_batches(name: str, task_of: Callable[..., Task
         assert tensor.shape == batch[field].shape, field
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if TASKS[name].is_streamed])
+@pytest.mark.parametrize("name", [name for name in ROW_OF if TASKS[name].is_streamed])
 def test_tasks_that_can_read_row_by_row_do(name: str, task_of: Callable[..., Task]) -> None:
     assert isinstance(task_of(name, streaming=True).build_data().train, StreamedSamples)
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", ROW_OF)
 def test_heads_are_for_what_the_record_says(name: str) -> None:
     facts, kind = TASKS[name], load_object(TASKS[name].implementation)
     assert facts.continues_text == (kind.auto_class == "AutoModelForCausalLM")
     words = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
     assert facts.predicts_tokens == (kind.auto_class in words and not facts.compares_answers)
-
-
-@pytest.mark.parametrize("name", ["sequence_classification", "token_classification", "causal_lm", "seq2seq_lm"])
-def test_the_loss_is_the_cross_entropy_that_can_be_smoothed(name: str, task_of: Callable[..., Task]) -> None:
-    assert TASKS[name].is_smoothed
-    task = task_of(name)
-    _, batch = _read(task)
-    model = task.build_model().eval()
-    with torch.no_grad():
-        loss = task.compute_loss(model, batch)
-        logits = model(**batch).logits
-    labels = batch["labels"]
-    if name == "causal_lm":
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    expected = functional.cross_entropy(logits.flatten(0, -2).double(), labels.flatten())
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)

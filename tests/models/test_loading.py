@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, BertConfig
+from transformers import CONFIG_MAPPING, AutoTokenizer, BertConfig
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.architectures import dropout_rates, objective_of, positions_of, scratch_config
 from rapidformer_templates.models.loading import build_model, check_seq_length
-from rapidformer_templates.models.model_files import OWN_EXPERTS, load_tokenizer
+from rapidformer_templates.models.model_files import OWN_EXPERTS, load_tokenizer, padded_vocab_size
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.registry import REGISTRY
-from tests.support.texts import TINY
+from tests.support.messages import Says
+from tests.support.texts import TINY, Configure
 
 pytestmark = pytest.mark.usefixtures("offline")
 
-Configure = Callable[..., RunConfig]
 HEADS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
 
 
@@ -34,11 +33,7 @@ HEADS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "se
     ],
 )  # fmt: skip
 def test_from_scratch(
-    model_type: str,
-    objective: str,
-    bert_folder: Path,
-    gpt_folder: Path,
-    configure: Configure,
+    model_type: str, objective: str, bert_folder: Path, gpt_folder: Path, configure: Configure
 ) -> None:
     assert objective_of(model_type) == objective
     folder = gpt_folder if objective == "causal" else bert_folder
@@ -46,12 +41,10 @@ def test_from_scratch(
     torch.manual_seed(0)
     model = build_model(config, HEADS[objective]).eval()
     tokenizer = load_tokenizer(config)
-    assert model.config.hidden_size == 32
-    assert model.config.num_hidden_layers == 2
-    assert model.config.num_attention_heads == 4
-    assert model.config.vocab_size % 128 == 0
-    assert model.config.vocab_size >= len(tokenizer)
-    assert model.config.use_cache is False
+    made = model.config
+    assert (made.hidden_size, made.num_hidden_layers, made.num_attention_heads, made.use_cache) == (32, 2, 4, False)
+    assert made.vocab_size % 128 == 0
+    assert made.vocab_size >= len(tokenizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
     ids = torch.randint(5, len(tokenizer), (2, 12))
@@ -68,9 +61,7 @@ def test_an_architecture_whose_configuration_knows_no_padding(gpt_folder: Path, 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bert", "llama", "gpt_neox", "mixtral", "t5"])
 def test_feed_forward_keeps_the_ratio_of_the_architecture(
-    model_type: str,
-    bert_folder: Path,
-    configure: Configure,
+    model_type: str, bert_folder: Path, configure: Configure
 ) -> None:
     config = configure(model_type=model_type, tokenizer_path=str(bert_folder), **(TINY | {"hidden_size": 64}))
     sizes = build_model(config, HEADS[objective_of(model_type)]).config.to_dict()
@@ -116,110 +107,95 @@ def test_pretrained_weights_are_taken(pretrained: Path, configure: Configure) ->
     assert model.config.hidden_dropout_prob == 0.3
 
 
-def refused(config: RunConfig, auto_class: str = "AutoModelForMaskedLM", **overrides: Any) -> str:
-    with pytest.raises(ModelError) as caught:
-        build_model(config, auto_class, **overrides)
-    return caught.value.render()
+LAYER = "bert.encoder.layer.0.output.dense.weight"
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+    "a missing weight": lambda weights: {name: weight for name, weight in weights.items() if name != LAYER},
+    "another shape": lambda weights: weights | {LAYER: torch.zeros(32, 7)},
+    "compiled": lambda weights: {f"_orig_mod.{name}": weight for name, weight in weights.items()},
+    "wrapped": lambda weights: {f"module.{name}": weight for name, weight in weights.items()},
+    "a checkpoint of lightning": lambda weights: {"epoch": 3, "state_dict": {"model.w": torch.ones(1)}},  # type: ignore[dict-item]
+}
+CONTENTS: dict[str, dict[str, str | None]] = {
+    "no tensor": {"model.safetensors": "not a tensor"},
+    "no weights": {"model.safetensors": None},
+    "no JSON": {"config.json": "{"},
+    "no configuration": {"config.json": None},
+    "the folder of a run": {"config.json": None, "export/config.json": "{}"},
+    **{f"a pointer in {name}": {"model.safetensors": None, "pytorch_model.bin": "", name: POINTER}
+       for name in ("model.safetensors", "pytorch_model.bin", "tokenizer.json")},
+}  # fmt: skip
 
 
-def test_folders_that_do_not_fit(pretrained: Path, configure: Configure) -> None:
-    config = configure(pretrained_model_name_or_path=str(pretrained))
-    text = refused(configure(pretrained_model_name_or_path=str(pretrained) + "s", tokenizer_path=str(pretrained)))
-    assert "there is no folder" in text
-    assert f"did you mean {pretrained}?" in text
-    assert "transformers has no AutoModelForSeq2SeqLM for bert" in refused(config, "AutoModelForSeq2SeqLM")
-    text = refused(config.replace("command line", num_layers=3))
-    assert "the pretrained model's num_hidden_layers is 2, not 3\n  where  --num-layers" in text
-    text = refused(config.replace("command line", seq_length=65))
-    assert "sequences of 65 tokens do not fit the model's 64 positions\n  where  --seq-length" in text
-
-    weights = load_file(pretrained / "model.safetensors")
-    name = "bert.encoder.layer.0.output.dense.weight"
-    save_file({k: v for k, v in weights.items() if k != name}, pretrained / "model.safetensors", {"format": "pt"})
-    assert f"1 weights are missing in {pretrained}, such as {name}" in refused(config)
-    save_file(weights | {name: torch.zeros(32, 7)}, pretrained / "model.safetensors", {"format": "pt"})
-    assert f"the weight {name} is of shape (32, 7) in {pretrained} and (32, 128) in the model" in refused(config)
-    (pretrained / "model.safetensors").write_bytes(b"not a tensor")
-    assert f"the weights in {pretrained} cannot be read" in refused(config)
-    (pretrained / "model.safetensors").unlink()
-    text = refused(config)
-    assert f"there are no weights in {pretrained}" in text
-    assert "it holds: config.json" in text
-    (pretrained / "config.json").write_text("{", encoding="utf-8")
-    assert f"{pretrained / 'config.json'} is not JSON" in refused(config)
-    (pretrained / "config.json").unlink()
-    assert f"there is no config.json in {pretrained}" in refused(config)
-    (pretrained / "export").mkdir()
-    (pretrained / "export/config.json").write_text("{}", encoding="utf-8")
-    assert f"name {pretrained / 'export'}" in refused(config)  # it is the folder of a run
+@pytest.mark.parametrize("case", [*CHANGES, *CONTENTS])
+def test_folders_that_cannot_be_read(case: str, pretrained: Path, configure: Configure, says: Says) -> None:
+    weights = pretrained / "model.safetensors"
+    if case in CHANGES:
+        changed = CHANGES[case](load_file(weights))
+        if LAYER in changed or case == "a missing weight":
+            save_file(changed, weights, {"format": "pt"})
+        else:
+            weights.unlink()
+            torch.save(changed, pretrained / "pytorch_model.bin")
+    for name, content in CONTENTS.get(case, {}).items():
+        (pretrained / name).parent.mkdir(exist_ok=True)
+        (pretrained / name).unlink(missing_ok=True)
+        if content is not None:
+            (pretrained / name).write_text(content)
+    with says(ModelError):
+        build_model(configure(pretrained_model_name_or_path=str(pretrained)), "AutoModelForMaskedLM")
 
 
-LIGHTNING = {"epoch": 3, "state_dict": {"model.w": torch.ones(1)}}
+def test_flags_that_do_not_fit_a_folder(pretrained: Path, configure: Configure, says: Says) -> None:
+    folder = {"pretrained_model_name_or_path": str(pretrained)}
+    with says(ModelError):
+        build_model(configure(**folder), "AutoModelForSeq2SeqLM")
+    for flags in (
+        {"pretrained_model_name_or_path": f"{pretrained}s", "tokenizer_path": str(pretrained)},
+        folder | {"num_layers": 3},
+        folder | {"seq_length": 65},
+    ):
+        with says(ModelError):
+            build_model(configure(**flags), "AutoModelForMaskedLM")
+
+
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
 
 
-@pytest.mark.parametrize(
-    ("prefix", "hint"), [("_orig_mod", "'_orig_mod.'"), ("module", "'module.'"), (None, "in its 'state_dict'")]
-)
-def test_weights_under_other_names_are_listed(
-    prefix: str | None, hint: str, pretrained: Path, configure: Configure
-) -> None:
-    weights = pretrained / "model.safetensors"
-    named = {f"{prefix}.{name}": tensor for name, tensor in load_file(weights).items()} if prefix else LIGHTNING
-    weights.unlink()
-    torch.save(named, pretrained / "pytorch_model.bin")
-    text = refused(configure(pretrained_model_name_or_path=str(pretrained)))
-    assert f"no weight in {pretrained} belongs to a BertForMaskedLM; they are named {min(named)}" in text
-    assert hint in text
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
-def test_a_pointer_of_git_lfs_is_known(name: str, pretrained: Path, configure: Configure) -> None:
-    (pretrained / "model.safetensors").unlink()
-    (pretrained / "pytorch_model.bin").write_bytes(b"")
-    (pretrained / name).write_text(POINTER)
-    text = refused(configure(pretrained_model_name_or_path=str(pretrained)))
-    assert f"{name} is a pointer of git-lfs" in text
-    assert "git lfs pull" in text
-
-
 def test_a_tokenizer_with_more_tokens_than_the_model(
-    pretrained: Path,
-    tmp_path: Path,
-    configure: Configure,
+    pretrained: Path, tmp_path: Path, configure: Configure, says: Says
 ) -> None:
     tokenizer = load_tokenizer(configure(tokenizer_path=str(pretrained)))
     tokenizer.add_tokens([f"extra{i}" for i in range(500)])
     tokenizer.save_pretrained(tmp_path / "large")
-    config = configure(pretrained_model_name_or_path=str(pretrained), tokenizer_path=str(tmp_path / "large"))
-    assert f"the tokenizer has {len(tokenizer)} tokens, the model only" in refused(config)
+    flags = {"pretrained_model_name_or_path": str(pretrained), "tokenizer_path": str(tmp_path / "large")}
+    with says(ModelError):
+        build_model(configure(**flags), "AutoModelForMaskedLM")
 
 
-def test_code_in_a_folder_is_not_run(pretrained: Path, configure: Configure) -> None:
+def test_code_in_a_folder_is_not_run(pretrained: Path, configure: Configure, says: Says) -> None:
     own = json.loads((pretrained / "config.json").read_text(encoding="utf-8"))
     own |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForMaskedLM": "mine.Model"}}
     (pretrained / "config.json").write_text(json.dumps(own), encoding="utf-8")
     config = configure(pretrained_model_name_or_path=str(pretrained), tokenizer_path=None)
-    assert "--trust-remote-code" in refused(config, tokenizer=load_tokenizer(configure(tokenizer_path=str(pretrained))))
+    with says(ModelError):
+        build_model(config, "AutoModelForMaskedLM", load_tokenizer(configure(tokenizer_path=str(pretrained))))
 
 
-def test_architectures_and_sizes_that_do_not_fit(bert_folder: Path, configure: Configure) -> None:
+def test_architectures_and_sizes_that_do_not_fit(bert_folder: Path, configure: Configure, says: Says) -> None:
     flags = {"tokenizer_path": str(bert_folder), **TINY}
-    assert "did you mean bert" in refused(configure(model_type="brt", **flags))
-    assert "no model is named" in refused(configure(**flags))
-    text = refused(configure(model_type="bert", **(flags | {"num_attention_heads": 5})))
-    assert "5 attention heads do not divide the hidden size 32" in text
-    text = refused(configure(model_type="bert", **(flags | {"max_position_embeddings": 16, "seq_length": 32})))
-    assert "use --seq-length 16 or less, or --max-position-embeddings 32" in text
-    assert "drops everything" in refused(configure(model_type="bert", **(flags | {"dropout": 1.0})))
-    assert "no AutoModelForMaskedLM for vit" in refused(configure(model_type="vit", **flags))
+    for more in (
+        {"model_type": "brt"}, {}, {"model_type": "bert", "num_attention_heads": 5},
+        {"model_type": "bert", "max_position_embeddings": 16, "seq_length": 32}, {"model_type": "bert", "dropout": 1.0},
+        {"model_type": "vit"},
+    ):  # fmt: skip
+        with says(ModelError):
+            build_model(configure(**(flags | more)), "AutoModelForMaskedLM")
 
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta"])
 def test_a_model_takes_sequences_as_long_as_its_positions(
-    model_type: str,
-    bert_folder: Path,
-    configure: Configure,
+    model_type: str, bert_folder: Path, configure: Configure
 ) -> None:
     flags = {"model_type": model_type, "tokenizer_path": str(bert_folder), "max_position_embeddings": 16, **TINY}
     model = build_model(configure(**flags, seq_length=16), "AutoModelForMaskedLM").eval()
@@ -250,3 +226,36 @@ def test_a_token_visits_as_many_experts_as_there_are(experts: int, model_type: s
     assert built.num_experts_per_tok == min(experts, usual)
     asked = config.replace("command line", moe_top_k=1)
     assert scratch_config(asked, "AutoModelForCausalLM", load_tokenizer(asked)).num_experts_per_tok == 1
+
+
+def test_padded_vocab_size() -> None:
+    assert [padded_vocab_size(n) for n in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
+
+
+def test_tokenizers_from_files_equal_those_from_folders(
+    bert_folder: Path, gpt_folder: Path, configure: Configure
+) -> None:
+    text = "The big CAT sleeps, say hello"
+    files = {"vocab_file": str(bert_folder / "vocab.txt")}
+    lower = load_tokenizer(configure(tokenizer_type="BertWordPieceLowerCase", **files))
+    assert lower(text)["input_ids"] == AutoTokenizer.from_pretrained(bert_folder)(text)["input_ids"]
+    cased = load_tokenizer(configure(tokenizer_type="BertWordPieceCase", **files))
+    assert cased("CAT")["input_ids"] == [2, 1, 3]  # the tokenizer knows only lower case
+    files = {"vocab_file": str(gpt_folder / "vocab.json"), "merge_file": str(gpt_folder / "merges.txt")}
+    bpe = load_tokenizer(configure(tokenizer_type="GPT2BPETokenizer", **files))
+    own = load_tokenizer(configure(tokenizer_type="HuggingFaceTokenizer", tokenizer_path=str(gpt_folder)))
+    assert bpe(text)["input_ids"] == own(text)["input_ids"]
+    assert own.pad_token_id == own.eos_token_id  # it had no padding token
+
+
+def test_tokenizers_that_are_not_there(configure: Configure, tmp_path: Path, says: Says) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("no tokens")
+    for flags in (
+        {}, {"tokenizer_type": "BertWordPieceCase"}, {"tokenizer_type": "BertWordPieceCase", "vocab_file": "no.txt"},
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(file)}, {"tokenizer_path": "no/folder"},
+        {"tokenizer_path": str(tmp_path)},
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(file), "merge_file": str(file)},
+    ):  # fmt: skip
+        with says(ModelError):
+            load_tokenizer(configure(**flags))

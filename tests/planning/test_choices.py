@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from rapidformer_templates import Data, Trainer
+from rapidformer_templates import Data
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import Refused
 from rapidformer_templates.planning.config import RunConfig
@@ -18,40 +16,33 @@ from rapidformer_templates.planning.flag_parser import choices, parse
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import resolve
+from tests.support import lines
+from tests.support.lines import FLAGS
+from tests.support.messages import Capture, Says
 from tests.support.requests import CPU, codes
 
 OF = "_memory_optimization"
-FLAGS = ["--lr", "0.1", "--micro-batch-size", "4"]
 
 
-class Line(Trainer):
+class Line(lines.Line):
     built = False
 
     def build_data(self) -> Data:
         type(self).built = True
-        return Data(train=[{"x": torch.ones(1), "y": torch.ones(1)}] * 8)
-
-    def build_model(self) -> nn.Module:
-        return nn.Linear(1, 1)
-
-    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        return super().build_data()
 
 
-def test_a_run_that_leaves_nothing_is_refused_before_it_begins() -> None:
-    with pytest.raises(Refused) as caught:
+def test_a_run_that_leaves_nothing_is_refused_before_it_begins(says: Says) -> None:
+    with says(Refused):
         Line([*FLAGS, "--epochs", "1"]).fit()
-    (found,) = caught.value.diagnostics
-    assert found.rule == "RF100"
-    assert [works.change for works in found.works] == ["--save DIR", "--no-save"]
     assert not Line.built
 
 
 def test_a_run_that_leaves_nothing_can_be_asked_for(tmp_path: Path) -> None:
-    assert Line([*FLAGS, "--epochs", "1", "--no-save"]).fit()["steps"] == 2
-    assert Line([*FLAGS, "--epochs", "1"], no_save=True).fit()["steps"] == 2
+    assert Line([*FLAGS, "--epochs", "1", "--no-save"]).fit()["steps"] == 5
+    assert Line([*FLAGS, "--epochs", "1"], no_save=True).fit()["steps"] == 5
     (tmp_path / "run.yaml").write_text("no_save: true\n")
-    assert Line([*FLAGS, "--epochs", "1", "--config", str(tmp_path / "run.yaml")]).fit()["steps"] == 2
+    assert Line([*FLAGS, "--epochs", "1", "--config", str(tmp_path / "run.yaml")]).fit()["steps"] == 5
 
 
 @pytest.mark.parametrize("flag", ["--overwrite", "--async-save", "--save-interval 5", "--resume", "--keep-best"])
@@ -61,7 +52,7 @@ def test_what_belongs_to_a_folder_is_refused_without_one(flag: str) -> None:
     assert codes(f"--save DIR {flag} --lr 1 --epochs 1", training=True) == []
 
 
-def test_a_plan_may_leave_open_where_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_may_leave_open_where_to(capsys: Capture) -> None:
     assert codes("--lr 1 --epochs 1", training=False) == []
     assert codes("--save DIR --no-save", training=False) == ["RF100"]
     assert main(["plan", "--lr", "1", "--epochs", "1"]) == 0

@@ -1,18 +1,25 @@
-"""Flags, YAML and defaults: values, their origins, and what is wrong with them."""
+"""Flags, YAML and defaults: values, intervals, origins, names of other trainers, and what is wrong with them."""
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, in_code
-from rapidformer_templates.planning.flag_parser import parse
+from rapidformer_templates.planning.flag_parser import build_parser, parse
+from rapidformer_templates.planning.flag_values import Epochs, Interval
 from rapidformer_templates.planning.flags import SECTIONS, flag
+from rapidformer_templates.planning.peers import equivalents
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import choose_template, with_template_defaults
+from tests.support.messages import Says
+from tests.support.requests import codes, config_of
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,10 @@ def test_flags_in_texts_are_spelled_as_arguments(text: str, spelled: str) -> Non
 
 
 @pytest.mark.parametrize("flags", ["--micro-batch-size 4", "--micro_batch_size 4", "--micro_batch_size=4"])
-def test_dashes_and_underscores(flags: str) -> None:
+def test_dashes_and_underscores(flags: str, tmp_path: Path) -> None:
     assert read(flags).data.micro_batch_size == 4
-
-
-@pytest.mark.parametrize("key", ["tensor-model-parallel-size", "tensor_model_parallel_size"])
-def test_dashes_and_underscores_in_yaml(tmp_path: Path, key: str) -> None:
-    assert read(yaml_file(tmp_path, f"{key}: 2")).get("tensor_model_parallel_size") == 2
+    name = flags.split()[0].removeprefix("--").removesuffix("=4")
+    assert read(yaml_file(tmp_path, f"{name}: 2")).data.micro_batch_size == 2
 
 
 @pytest.mark.parametrize(
@@ -99,21 +103,6 @@ def test_other_spellings_are_the_flag(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--optimizer muon --optimizers lamb", "--optimizer and --optimizers are the same flag, but have different"),
-        ("--fp16 --bf16", "--fp16 and --bf16 are the same flag, but have different values"),
-        ("--mixed-precision bf16 --fp16", "--mixed-precision and --fp16 are the same flag, but have different values"),
-        ("--recompute-granularity full --recompute-activations", "are the same flag, but have different values"),
-    ],
-)
-def test_spellings_that_say_different_things(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        read(flags)
-    assert caught.value.where == "command line"
-
-
-@pytest.mark.parametrize(
     ("text", "name", "value"),
     [
         ("mixed_precision: true", "mixed_precision", "auto"),
@@ -136,52 +125,28 @@ def test_flags_of_the_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message", "hint"),
+    "flags",
     [
-        ("--micro-batch-sise 4", "unknown flag --micro-batch-sise", "did you mean --micro-batch-size?"),
-        ("--xyzzy", "unknown flag --xyzzy", "rapidformer --help-all lists every flag"),
-        ("surplus", "unexpected argument 'surplus'", "rapidformer --help-all lists every flag"),
-        ("--micro-batch-size 0", "--micro-batch-size must be at least 1, not 0", None),
-        ("--seed 4294967296", "--seed must be at most 4294967295, not 4294967296", None),
-        (
-            "--mixed-precision fp61",
-            "--mixed-precision cannot be 'fp61'",
-            "did you mean fp16? choose from fp16, bf16",
-        ),
-        ("--config missing.yaml", "the configuration file missing.yaml does not exist", None),
+        "--micro-batch-sise 4", "--xyzzy", "surplus", "--micro-batch-size 0", "--seed 4294967296", "--num-layers many",
+        "--mixed-precision fp61", "--config missing.yaml", "--optimizer muon --optimizers lamb", "--fp16 --bf16",
+        "--mixed-precision bf16 --fp16", "--recompute-granularity full --recompute-activations",
     ],
-)
-def test_wrong_flags(flags: str, message: str, hint: str | None) -> None:
-    with pytest.raises(ConfigError) as caught:
+)  # fmt: skip
+def test_wrong_flags(flags: str, says: Says) -> None:
+    with says(ConfigError):
         read(flags)
-    assert (caught.value.message, caught.value.hint) == (message, hint)
-
-
-def test_wrong_type_on_the_command_line() -> None:
-    with pytest.raises(ConfigError, match=r"--num-layers.*'many'"):
-        read("--num-layers many")
 
 
 @pytest.mark.parametrize(
-    ("text", "message", "where"),
+    "text",
     [
-        ("\n\nlrr: 1", "unknown key 'lrr'", "run.yaml:3"),
-        ("epochs: 2.5", "--epochs needs a value of type int, not 2.5", "run.yaml:1"),
-        ("epochs: true", "--epochs needs a value of type int, not True", "run.yaml:1"),
-        ("tf32: 3", "--tf32 must be true or false, not 3", "run.yaml:1"),
-        ("seed: 1\nlr_decay_style: linaer", "--lr-decay-style cannot be 'linaer'", "run.yaml:2"),
-        ("lr: -1", "--lr must be at least 0, not -1.0", "run.yaml:1"),
+        "\n\nlrr: 1", "epochs: 2.5", "epochs: true", "tf32: 3", "seed: 1\nlr_decay_style: linaer", "lr: -1",
+        "- a\n- b", "a: [", "just text",
     ],
-)
-def test_wrong_yaml(tmp_path: Path, text: str, message: str, where: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(yaml_file(tmp_path, text))
-    assert (caught.value.message, caught.value.where) == (message, where)
-
-
-@pytest.mark.parametrize("text", ["- a\n- b", "a: [", "just text"])
-def test_yaml_that_is_no_mapping(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"run\.yaml"):
+    ids=repr,
+)  # fmt: skip
+def test_wrong_yaml(tmp_path: Path, text: str, says: Says) -> None:
+    with says(ConfigError):
         read(yaml_file(tmp_path, text))
 
 
@@ -206,3 +171,123 @@ def test_template_defaults_yield_to_every_given_value() -> None:
     assert with_template_defaults(read(""), "Pretrainer").get("task") == "pretraining"
     assert with_template_defaults(read(""), "Pretrainer").origin("task") == "Pretrainer"
     assert with_template_defaults(read("--task masked_lm"), "Pretrainer").get("task") == "masked_lm"
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "unit", "written"),
+    [
+        ("500", 500, "steps", "500"), (500, 500, "steps", "500"), ("500 steps", 500, "steps", "500"),
+        ("20_000samples", 20000, "samples", "20000samples"), ("5e7tokens", 5e7, "tokens", "50000000tokens"),
+        ("1token", 1, "tokens", "1tokens"), ("30min", 30, "minutes", "30minutes"),
+        ("0.5 Minutes", 0.5, "minutes", "0.5minutes"), ("1epoch", 1, "epochs", "1epochs"),
+        ("0.25epochs", 0.25, "epochs", "0.25epochs"),
+        ("0.00001epochs", Fraction(1, 10**5), "epochs", "0.00001epochs"),
+        (f"0.{'0' * 30}12min", Fraction(12, 10**32), "minutes", f"0.{'0' * 30}12minutes"),
+        ("1e20tokens", 10**20, "tokens", "100000000000000000000tokens"),
+    ],
+)  # fmt: skip
+def test_what_it_is(text: object, size: float, unit: str, written: str) -> None:
+    interval = Interval(text)
+    assert (interval.size, interval.unit, str(interval)) == (size, unit, written)
+    assert Interval(interval) == pickle.loads(pickle.dumps(interval)) == interval
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-3", "1.5", "0.5samples", "5hours", "minutes", "1e", "ten", "0epochs", f"0.{'0' * 400}1epochs"]
+)
+def test_what_it_is_not(text: str) -> None:
+    with pytest.raises(ValueError, match="a number of steps, or one with its unit"):
+        Interval(text)
+
+
+def test_a_flag_says_what_it_takes(says: Says) -> None:
+    for flags in (
+        "--save-interval 3hours", "--train-iters 3hours", "--train-iters 0", "--train-iters 0epochs",
+        "--train-iters=-1epochs", "--train-iters 3samples", "--train-iters epochs", "--train-iters 1e-3epochs",
+    ):  # fmt: skip
+        with says(ConfigError):
+            config_of(flags)
+
+
+def _length(text: str) -> Any:
+    return parse([f"--train-iters={text}"], switch_options()).training.train_iters
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "steps"),
+    [
+        ("3epochs", "3epochs", 39), ("1 Epoch", "1epochs", 13), ("0.5epochs", "0.5epochs", 7),
+        ("0.1epochs", "0.1epochs", 2), ("1_000epochs", "1000epochs", 13000), ("0.00001epochs", "0.00001epochs", 1),
+    ],
+)  # fmt: skip
+def test_a_length_in_epochs_is_that_many_passes_rounded_up(text: str, written: str, steps: int) -> None:
+    length = _length(text)
+    assert isinstance(length, Epochs)
+    assert (str(length), length.steps(13)) == (written, steps)
+    assert pickle.loads(pickle.dumps(length)) == length
+
+
+def test_a_fraction_that_floats_miss_is_exact() -> None:
+    assert Epochs("0.07epochs").steps(100) == 7  # 0.07 * 100 is 7.000000000000001 in floats
+    passed = [step for step in range(1, 31) if Interval("0.1epochs").passed(Fraction(step - 1, 30), Fraction(step, 30))]
+    assert passed == [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
+
+
+def test_a_number_of_steps_stays_a_number() -> None:
+    assert config_of("--train-iters 100").training.train_iters == 100
+
+
+def test_multiples() -> None:
+    every = Interval("20samples")
+    assert [done for done in range(8, 97, 8) if every.passed(done - 8, done)] == [24, 40, 64, 80]
+    assert not every.passed(20, 20)
+
+
+def test_a_length_in_epochs_is_evaluated_often_enough_to_stop_early() -> None:
+    stops = "--task causal_lm --early-stopping-patience 3"
+    assert codes(f"{stops} --train-iters 20epochs") == []
+    assert codes(f"{stops} --train-iters 20") == ["RF111"]
+
+
+KNOWN = {
+    option: action
+    for action in build_parser("", switch_options().values(), None, "")._actions
+    for option in action.option_strings
+}
+
+
+@pytest.mark.parametrize("name", equivalents())
+def test_what_is_suggested_is_a_flag_with_a_value_that_it_takes(name: str) -> None:
+    assert f"--{name.replace('_', '-')}" not in KNOWN, "it is a flag of ours"
+    here = equivalents()[name]
+    words = here.flags.split()
+    assert words or here.note
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        if not word.startswith("--"):
+            continue
+        action = KNOWN[word]
+        if not following.startswith("--"):
+            parse([word, following], switch_options())
+        elif action.nargs in (0, "?"):
+            parse([word], switch_options())
+
+
+def test_hints_on_the_command_line(says: Says) -> None:
+    for flags in (
+        "--learning-rate 1e-5", "--bf16-full-eval", "--fsdp full_shard", "--per-device-train-batch-size 8",
+        "--per_device_train_batch_size=8", "--output-dir out", "--num-train-epochs 3", "--max-steps 3",
+        "--deepspeed ds.json", "--gradient-checkpointing", "--data-parallel-shard-degree 8", "--tp 2",
+        "--gradient-accumulation-steps 4", "--with-tracking", "--wandb-project mine", "--mixed-precison bf16",
+        "--zero-3-memory-optimisation", "--train-iter 5", "--zigzag", "--banana", "--ema",
+    ):  # fmt: skip
+        with says(ConfigError):
+            parse(flags.split(), switch_options())
+
+
+def test_hints_in_a_file_and_in_a_script(tmp_path: Path, says: Says) -> None:
+    (tmp_path / "run.yaml").write_text("bf16_full_eval: true\n")
+    with says(ConfigError):
+        parse(["--config", str(tmp_path / "run.yaml")], switch_options())
+    for name in ("bf16_full_eval", "learning_rate", "train_iter", "banana"):
+        with says(ConfigError):
+            parse([], switch_options(), in_code={name: (1, "train.py:3")})

@@ -24,7 +24,7 @@ FLAGS = (
 )
 
 
-def words(count: int, seed: int) -> str:
+def words(count: int, seed: int = 0) -> str:
     return " ".join(np.random.default_rng(seed).choice(WORDS, count))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -35,3 +36,18 @@ def run_script(script: Path, *words: str) -> int:
         except SystemExit as ended:
             return int(ended.code or 0)
     return 0
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(happened: Callable[[], bool], otherwise: str, seconds: float = 90) -> None:
+    """Wait for a condition. After some time, fail with a message."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)

@@ -157,3 +157,22 @@ def limited() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+DEEPSPEED_FILE = {
+    "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0, "fp16": {"enabled": False}, "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 10, "total_num_steps": 100},
+    },
+    "zero_optimization": {
+        "stage": 3, "reduce_bucket_size": 1_000_000, "stage3_max_live_parameters": 1e6,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"},
+        "offload_param": {"device": "nvme", "nvme_path": "/fast"},
+    },
+    "aio": {"thread_count": 2}, "communication_data_type": "fp32", "steps_per_print": 10, "wandb": {"enabled": False},
+    "gradient_predivide_factor": 1.0,
+}  # fmt: skip
+"""A file whose every value has an effect, or is known to have none."""

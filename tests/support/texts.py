@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.text import preprocess
 from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.preprocess import PreprocessResult
@@ -74,8 +75,12 @@ def gpt_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+Configure = Callable[..., RunConfig]
+Preprocess = Callable[..., PreprocessResult]
+
+
 @pytest.fixture
-def configure() -> Callable[..., RunConfig]:
+def configure() -> Configure:
     """A function that builds a configuration with values from the command line."""
 
     def make(**values: Any) -> RunConfig:
@@ -90,6 +95,49 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "dropout": 0.0}
+
+
+Load = Callable[..., Task]
+ARCHITECTURES = {"causal_lm": "gpt2", "preference": "gpt2", "reward": "gpt2", "seq2seq_lm": "t5"}
+"""The architecture of a task, if it is not BERT."""
+
+
+ANSWER = {"text": ["tree"], "answer_start": [6]}
+PAIR = {"chosen": " sees a tree", "rejected": " eats"}
+ROW_OF: dict[str, Callable[[str], dict[str, Any]]] = {
+    "sequence_classification": lambda text: {"text": text, "label": "xy"[len(text) % 2]},
+    "token_classification": lambda text: {"tokens": text.split(), "ner_tags": ["X"] * len(text.split())},
+    "question_answering": lambda text: {"question": text, "context": "a big tree", "answers": ANSWER},
+    "multiple_choice": lambda text: {"context": text, "choices": ["sees a tree", "eats"], "label": 1},
+    "masked_lm": lambda text: {"text": text},
+    "causal_lm": lambda text: {"text": text},
+    "seq2seq_lm": lambda text: {"source": text, "target": "sees a tree under the big house"},
+    "preference": lambda text: {"prompt": text, **PAIR},
+    "reward": lambda text: {"prompt": text, **PAIR},
+}
+"""How each task of fine-tuning gets a row with a text."""
+
+
+@pytest.fixture
+def load(tmp_path: Path, configure: Configure, bert_folder: Path, gpt_folder: Path) -> Load:
+    """A function that writes rows to ``train.jsonl`` and ``valid.jsonl``, if there are any, and loads a task for them.
+
+    No row is held out. Flags replace the architecture of :data:`ARCHITECTURES`, and the tokenizer that belongs to it.
+    """
+
+    def make(
+        task: str, rows: Iterable[dict[str, Any]] = (), valid: Iterable[dict[str, Any]] = (), **flags: Any
+    ) -> Task:
+        for part, content in {"train": rows, "valid": valid}.items():
+            if content:
+                write_jsonl(tmp_path / f"{part}.jsonl", content)
+        if "pretrained_model_name_or_path" not in flags:
+            flags = TINY | {"model_type": ARCHITECTURES.get(task, "bert")} | flags
+        tokenizer = gpt_folder if flags.get("model_type") == "gpt2" else bert_folder
+        common = {"data_dir": str(tmp_path), "tokenizer_path": str(tokenizer), "validation_fraction": 0.0}
+        return load_task(configure(task=task, **(common | flags)))
+
+    return make
 
 
 DOCUMENTS = [" ".join(np.random.default_rng(i).choice(WORDS, 5 + i % 17)) for i in range(60)]
@@ -117,7 +165,7 @@ def recipe(gpt_folder: Path) -> EncodingRecipe:
 
 
 @pytest.fixture
-def make(tmp_path: Path, recipe: EncodingRecipe) -> Callable[..., PreprocessResult]:
+def make(tmp_path: Path, recipe: EncodingRecipe) -> Preprocess:
     """A function that preprocesses into ``tmp_path/out_…``, with one worker by default."""
 
     def run(*files: Path, recipe: EncodingRecipe = recipe, prefix: str = "out", **options: Any) -> PreprocessResult:

@@ -52,21 +52,13 @@ def start(network: Network, folder: Path, save: str = "run", flags: str = FLAGS)
     script = folder / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    common = {
+        "WORLD_SIZE": str(len(network.names)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "PYTHONPATH": path,
+    }  # fmt: skip
+    words = [sys.executable, str(script), *flags.split(), "--save"]
     return [
-        network.popen(
-            node,
-            [sys.executable, str(script), *flags.split(), "--save", str(folder / save.format(node=node))],
-            {
-                "RANK": str(node),
-                "WORLD_SIZE": str(len(network.names)),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": network.address(0),
-                "MASTER_PORT": "29500",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": path,
-            },
-        )
+        network.popen(node, [*words, str(folder / save.format(node=node))], {"RANK": str(node), **common})
         for node in range(len(network.names))
     ]
 

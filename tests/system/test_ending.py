@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,6 +21,8 @@ from rapidformer_templates.errors import Interrupted
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.processes import StopRequest
 from tests.support.lines import FLAGS, Line
+from tests.support.messages import Capture, Patch
+from tests.support.programs import is_running, wait_until
 
 LAUNCHER = """
 import sys
@@ -71,7 +74,7 @@ class Run:
         self.folder = folder
         words = [sys.executable, str(folder / "launcher.py"), str(folder / "worker.py"), how, str(folder)]
         self.process = subprocess.Popen(words, **{"stderr": subprocess.PIPE, "text": True, **more})
-        until(lambda: all(file.exists() and file.read_text() for file in self.pid_files), "the workers do not start")
+        wait_until(lambda: all(file.exists() and file.read_text() for file in self.pid_files), "no worker starts")
         self.pids = [int(file.read_text()) for file in self.pid_files]
 
     @property
@@ -83,7 +86,7 @@ class Run:
         return [(self.folder / f"saved-{rank}").exists() for rank in (0, 1)]
 
     def workers_are_gone(self) -> bool:
-        return not any(_runs(pid) for pid in self.pids)
+        return not any(is_running(pid) for pid in self.pids)
 
     def end(self) -> str:
         """Wait for the end and return the output."""
@@ -91,20 +94,6 @@ class Run:
         assert self.workers_are_gone()
         assert "Traceback" not in said
         return said
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(happened: Callable[[], bool], otherwise: str, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -118,7 +107,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     yield start
     for run in runs:
         run.process.kill()
-        for pid in filter(_runs, run.pids):
+        for pid in filter(is_running, run.pids):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -127,7 +116,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 def test_workers_end_when_their_launcher_is_killed(start: Callable[..., Run], how: str) -> None:
     run = start(how)
     run.process.kill()
-    until(run.workers_are_gone, "the workers train on")
+    wait_until(run.workers_are_gone, "the workers train on")
     assert run.saved == [how == "steps"] * 2
 
 
@@ -141,7 +130,7 @@ time.sleep(600)
 """
     run = start("steps", launcher=elastic)
     run.process.kill()
-    until(run.workers_are_gone, "the workers train on")
+    wait_until(run.workers_are_gone, "the workers train on")
     assert run.saved == [True, True]
 
 
@@ -202,28 +191,15 @@ def test_ctrl_c_while_workers_import_is_no_stack_trace(start: Callable[..., Run]
     assert run.process.returncode == 130
 
 
-def test_ctrl_c_while_the_command_imports_is_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(argv: Any) -> int:
-        raise KeyboardInterrupt
-
+def test_ctrl_c_during_imports_is_a_line(monkeypatch: Patch, capsys: Capture) -> None:
+    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(cli, "train", interrupted)
     assert cli.main(["--task", "causal_lm"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_ctrl_c_while_a_script_imports_is_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(name: str) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(rapidformer_templates, "import_module", interrupted)
     monkeypatch.setattr(launch, "is_script", lambda: True)
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match="130"):
         rapidformer_templates.Finetuner  # noqa: B018
-    assert caught.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
     monkeypatch.setattr(launch, "is_script", lambda: False)  # a notebook continues
     with pytest.raises(KeyboardInterrupt):
@@ -247,9 +223,7 @@ def test_a_request_says_what_is_true_in_its_phase() -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_request_in_the_export_goes_on_from_the_last_step(
-    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_in_the_export_goes_on_from_the_last_step(saves: bool, tmp_path: Path, monkeypatch: Patch) -> None:
     flags = [*FLAGS, "--epochs", "1", *(["--save", str(tmp_path / "run")] if saves else ["--no-save"])]
     monkeypatch.setattr(
         "rapidformer_templates.run.fit.summarise", lambda *parts: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(1)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,8 @@ from rapidformer_templates.system.files import (
     try_writing,
     write_private,
 )
+from tests.support.messages import Patch, Says
+from tests.support.programs import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,7 @@ run_workers([sys.executable, "-c", "import time; time.sleep(60)"], 1, shown=True
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The folder for temporary files of this process and of those that it starts."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -48,11 +49,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start_launcher(temporary: Path, count: int) -> subprocess.Popen[bytes]:
     """Start a launcher, and wait until ``count`` folders of launchers have the output of their workers."""
     process = subprocess.Popen([sys.executable, "-c", LAUNCHER], env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
-    end = time.monotonic() + 60
-    while len(list(temporary.glob("rapidformer-*/stdout"))) < count:
-        assert process.poll() is None, "the launcher has ended"
-        assert time.monotonic() < end, "the launcher made no folder"
-        time.sleep(0.02)
+    wait_until(lambda: len(list(temporary.glob("rapidformer-*/stdout"))) >= count, "the launcher made no folder")
     return process
 
 
@@ -91,7 +88,7 @@ def test_the_rest_of_a_folder_is_removed_whenever_its_launcher_was_killed(
 
 
 def test_a_folder_that_another_launcher_removes_before_it_is_locked_is_made_again(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
+    temporary: Path, monkeypatch: Patch
 ) -> None:
     flock, first = fcntl.flock, list[str]()
 
@@ -132,7 +129,7 @@ class Payload:
 
 @pytest.mark.parametrize("place", ["file", "folder", "owner"])
 def test_a_template_that_others_could_have_written_is_not_unpickled(
-    place: str, temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: str, temporary: Path, monkeypatch: Patch, says: Says
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(launch_from_python.launch, "report_errors", lambda body: body())
@@ -145,7 +142,7 @@ def test_a_template_that_others_could_have_written_is_not_unpickled(
             folder.chmod(0o711)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        with pytest.raises(RapidformerError, match="is accessible to other users"):
+        with says(RapidformerError, PRIVATE=folder):
             launch_from_python.main(folder)
         assert not mark.exists()
 

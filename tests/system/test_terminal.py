@@ -18,8 +18,9 @@ from rapidformer_templates.switches.auto_strategy import command
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.results import Rejected, SearchResult
 from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
-from rapidformer_templates.system.terminal import console
+from rapidformer_templates.system.terminal import ProgressBar, console
 from tests.support.lines import FLAGS, Line
+from tests.support.messages import Capture, Patch, Says
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "src").rglob("*.py"))
@@ -43,13 +44,7 @@ def test_every_console_and_text_column_leaves_brackets_alone() -> None:
     assert [place for path in FILES for place in _markup_in(path)] == []
 
 
-@pytest.mark.parametrize("line", ["Console(stderr=True)", "TextColumn('{task.description}')", "from rich import print"])
-def test_a_new_place_would_be_noticed(line: str, tmp_path: Path) -> None:
-    (tmp_path / "new.py").write_text(line)
-    assert len(list(_markup_in(tmp_path / "new.py"))) == 1
-
-
-def test_tables_print_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_print_brackets(capsys: Capture) -> None:
     table = Table("[heading]", title=f"title {BRACKETS}")
     table.add_row(f"cell {BRACKETS}")
     console(piped_width=100).print(table, f"text {BRACKETS}")
@@ -58,20 +53,20 @@ def test_tables_print_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[heading]" in text
 
 
-def test_the_search_shows_why_a_package_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_search_shows_why_a_package_is_needed(capsys: Capture) -> None:
     result = SearchResult((), (Rejected(Layout(), f"a package is missing: {BRACKETS}"),), ModelTotals(1, 1, True, True))
     command.show_rejected(result, console(piped_width=140))
     assert BRACKETS in capsys.readouterr().out
 
 
-def test_a_plan_shows_paths_with_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_shows_paths_with_brackets(capsys: Capture) -> None:
     assert main(["plan", "--task", "causal_lm", "--device", "cpu", "--data-dir", "runs[old]", "--save", "a/[b]"]) == 0
     text = capsys.readouterr().out
     assert "runs[old]" in text
     assert "a/[b]" in text
 
 
-def _ascii_output(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+def _ascii_output(monkeypatch: Patch, *words: str) -> str:
     """Return what a command prints on a terminal that knows only ASCII."""
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     with monkeypatch.context() as patch:
@@ -90,20 +85,18 @@ def _ascii_output(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
         (["plan", "--model-type", "gpt2", "--device", "cpu"], "1 = tensor 1 \\u00d7 pipeline 1"),
     ],
 )
-def test_characters_that_a_terminal_lacks_are_escaped(
-    words: list[str], printed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_characters_that_a_terminal_lacks_are_escaped(words: list[str], printed: str, monkeypatch: Patch) -> None:
     assert printed in _ascii_output(monkeypatch, *words)
 
 
-def test_what_programs_read_stays_readable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_programs_read_stays_readable(monkeypatch: Patch, capsys: Capture) -> None:
     assert main(["schema"]) == 0
     assert json.loads(_ascii_output(monkeypatch, "schema")) == json.loads(capsys.readouterr().out)
     text = _ascii_output(monkeypatch, "plan", "--yaml", "--model-type", "gpt2", "--data-dir", "Übung 🙂")
     assert yaml.safe_load(text)["data-dir"] == "Übung 🙂"
 
 
-def test_a_script_prints_its_results_on_such_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_prints_its_results_on_such_a_terminal(monkeypatch: Patch) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     monkeypatch.setattr(sys, "stdout", terminal)
     Line([*FLAGS, "--train-iters", "1", "--no-save"])
@@ -115,24 +108,57 @@ def test_a_script_prints_its_results_on_such_a_terminal(monkeypatch: pytest.Monk
 LONG = "a" * 300
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--task", "causal_lm", "--lr", "1", "--train-iters", "1", "--model-type", "gpt2", "--save", LONG],
-        ["--task", "causal_lm", "--pretrained-model-name-or-path", LONG],
-        ["--config", LONG],
-        ["--user-script", LONG],
-        ["evaluate", LONG],
-    ],
-)
-def test_a_name_that_is_too_long_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert f"a path of 300 characters is too long for this file system: {'a' * 40}…" in capsys.readouterr().err
-
-
-def test_a_script_names_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_too_long_is_named(monkeypatch: Patch, capsys: Capture, says: Says) -> None:
+    for words in (
+        "--task causal_lm --lr 1 --train-iters 1 --model-type gpt2 --save", "--config", "--user-script", "evaluate",
+        "--task causal_lm --pretrained-model-name-or-path",
+    ):  # fmt: skip
+        says.command(f"rapidformer {words} {LONG}")
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         Line.main(epochs=1, lr=0.1, save=LONG)
-    assert ended.value.code == 2
-    assert "a path of 300 characters is too long" in capsys.readouterr().err
+    says.text(capsys.readouterr().err)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal_of(monkeypatch: Patch) -> Terminal:
+    """Replace standard error from here on. pytest replaces it between a fixture and its test."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    for name, value in {"TERM": "xterm", "COLUMNS": "160", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return screen
+
+
+@pytest.mark.parametrize(("counted", "shown"), [(True, "3/4"), (False, "75%")])
+def test_all_that_was_done_is_shown(monkeypatch: Patch, counted: bool, shown: str) -> None:
+    terminal = terminal_of(monkeypatch)
+    asked: list[int] = []
+    with ProgressBar("training", 4, done=1, show_count=counted) as bar:
+        for number in range(2):
+            bar.advance(1, lambda number=number: str(asked.append(number)))  # type: ignore[misc]
+    assert asked == []  # the steps took less time than a refresh
+    assert "training" in terminal.getvalue()
+    assert shown in terminal.getvalue()
+
+
+def test_text_is_asked_for_when_it_is_shown(monkeypatch: Patch) -> None:
+    terminal = terminal_of(monkeypatch)
+    monkeypatch.setattr("rapidformer_templates.system.terminal.REFRESH_SECONDS", 0.0)
+    with ProgressBar("training", 2) as bar:
+        bar.advance(1, lambda: "loss 0.5")
+    assert "loss 0.5" in terminal.getvalue()
+    assert "1/2" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_nothing_where_nobody_looks(monkeypatch: Patch, is_terminal: bool) -> None:
+    terminal = terminal_of(monkeypatch)
+    monkeypatch.setattr(terminal, "isatty", lambda: is_terminal)
+    with ProgressBar("training", 2, show=not is_terminal) as bar:
+        bar.advance(1, lambda: pytest.fail("nobody sees it"))
+    assert terminal.getvalue() == ""

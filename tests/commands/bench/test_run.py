@@ -1,4 +1,4 @@
-"""``bench run`` and ``bench mfu``: what they measure and write. The tests never check how long anything took."""
+"""``bench run`` and ``bench mfu``: what they measure and write, and the FLOPs of a model. No speed is checked."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates.commands.bench import models
 from rapidformer_templates.commands.bench.cli import SCALES, main
+from rapidformer_templates.commands.bench.flops import training_flops
 from rapidformer_templates.commands.bench.models import cpu_is_fast_at_bf16, fast_precision
 from rapidformer_templates.commands.bench.run import figures_of
+from tests.support.messages import Capture, Patch, Says
+from tests.support.texts import write_jsonl
 
 TINY = ["mfu", "--scale", "tiny", "--device", "cpu", "--turns", "2"]
 
 
 @pytest.mark.slow
-def test_one_configuration_is_measured(tmp_path: Path) -> None:
-    lines = [
-        json.dumps({"text": f"line {i} says that {i} is a number among others", "label": i % 2}) for i in range(40)
-    ]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "line", "says", "a"]))
-    flags = [
-        *("--task", "sequence_classification", "--model-type", "bert", "--num-layers", "1", "--hidden-size", "16"),
-        *("--num-attention-heads", "2", "--seq-length", "16", "--data-dir", str(tmp_path), "--data-name", "train"),
-        *("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(tmp_path / "vocab.txt")),
-        *("--lr", "1e-3", "--micro-batch-size", "4", "--device", "cpu"),
-    ]
+def test_one_configuration_is_measured(tmp_path: Path, bert_folder: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", ({"text": f"line {i} says {i}", "label": i % 2} for i in range(40)))
+    flags = (
+        f"--task sequence_classification --model-type bert --num-layers 1 --hidden-size 16 --num-attention-heads 2"
+        f" --seq-length 16 --data-dir {tmp_path} --data-name train --tokenizer-path {bert_folder} --lr 1e-3"
+        " --micro-batch-size 4 --device cpu"
+    ).split()
     assert main(["run", "--turns", "2", "--json", str(tmp_path / "run.json"), *flags]) == 0
     result = json.loads((tmp_path / "run.json").read_text())
     assert result["samples_per_second"] > 0
@@ -40,7 +39,7 @@ def test_one_configuration_is_measured(tmp_path: Path) -> None:
     assert result["flags"] == flags
 
 
-def test_a_model_of_known_size_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_known_size_is_measured(tmp_path: Path, capsys: Capture) -> None:
     assert main([*TINY, "--steps-a-turn", "2", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "mfu.json").read_text())
     # A GPT of 2 layers and width 32: blocks of 12 h² + 13 h, tables of 128 words and 16 positions, and the last norm.
@@ -79,7 +78,7 @@ def test_the_warm_up_does_not_count_and_utilisation_is_that_of_each_turn() -> No
 
 @pytest.mark.parametrize(("instructions", "precision"), [({"avx512_bf16": True}, "bf16"), ({"avx2": True}, "fp32")])
 def test_a_cpu_computes_in_bf16_where_it_has_instructions_for_it(
-    instructions: dict[str, bool], precision: str, monkeypatch: pytest.MonkeyPatch
+    instructions: dict[str, bool], precision: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
     monkeypatch.setattr(models, "cpu_is_fast_at_bf16", cpu_is_fast_at_bf16.__wrapped__)
@@ -94,15 +93,24 @@ def test_the_published_models_have_their_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("partitioning --scale small", "python -m benchmarks partitioning --scale small"),
-        ("mfu --scale huge", "invalid choice: 'huge'"),
-        ("calibrate --turns 3", "unrecognized arguments: --turns 3"),
-        ("run --task causal_lm --epochs 3", "--epochs is not a flag of a measured run"),
-        ("mfu --scale tiny --nothing", "unknown flag --nothing"),
-    ],
-)
-def test_mistakes_are_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 2
-    assert message in capsys.readouterr().err
+    "words",
+    ["partitioning --scale small", "mfu --scale huge", "calibrate --turns 3", "run --task causal_lm --epochs 3",
+     "mfu --scale tiny --nothing"],
+)  # fmt: skip
+def test_mistakes_are_named(words: str, says: Says) -> None:
+    says.command(f"bench {words}")
+
+
+def test_a_decoder_s_flops_are_those_of_the_formula() -> None:
+    """6 N + 12 L H S per token, where N excludes the table that is only looked up (PaLM, appendix B)."""
+    layers, hidden, length, vocabulary, rows = 3, 64, 32, 512, 2
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
+        intermediate_size=128, max_position_embeddings=length, tie_word_embeddings=False,
+    )  # fmt: skip
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    counted = training_flops(lambda: LlamaForCausalLM(config), {"input_ids": ids, "labels": ids})
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in LlamaForCausalLM(config).parameters() if p.ndim > 1) - vocabulary * hidden
+    expected = (6 * parameters + 12 * layers * hidden * length) * rows * length
+    assert counted == pytest.approx(expected, rel=0.01)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rapidformer_templates.data.collate import IGNORED
-from rapidformer_templates.data.tasks import Task, load_task
+from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.planning.config import RunConfig
-from tests.support.texts import TINY, write_jsonl
+from tests.support.messages import Says
+from tests.support.texts import Load
 
 CHATML = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '\n' }}{% endfor %}"
@@ -25,48 +23,31 @@ ALPACA = [
 ASKED = ["<|user|>say hello\n<|assistant|>", "<|user|>say the number\n\nthe cat sees two\n<|assistant|>"]
 ANSWERED = ["hello\n", "two\n"]
 
-Load = Callable[..., Task]
-
 
 @pytest.fixture
-def load(tmp_path: Path, configure: Callable[..., RunConfig], gpt_folder: Path) -> Load:
+def load(load: Load) -> Load:
     def make(rows: list[dict[str, Any]], task: str = "causal_lm", **flags: Any) -> Task:
-        write_jsonl(tmp_path / "train.jsonl", rows)
-        common = {
-            "data_dir": str(tmp_path), "model_type": "gpt2", "tokenizer_path": str(gpt_folder), "seq_length": 96,
-            "validation_fraction": 0.0, **TINY,
-        }  # fmt: skip
-        made = load_task(configure(task=task, **(common | flags)))
+        made = load(task, rows, seq_length=96, **flags)
         made.tokenizer.chat_template = CHATML
         return made
 
     return make
 
 
-def texts(task: Task) -> list[tuple[str, str]]:
+def texts(task: Task) -> list[tuple[str, ...]]:
     """Return (prompt, learned text) for each sample."""
-    train = task.build_data().train
-    assert train is not None
     found = []
-    for sample in train:
+    for sample in task.build_data().train or ():  # type: ignore[attr-defined]
         learned = sample["labels"] != IGNORED
-        decoded = (task.tokenizer.decode(sample["input_ids"][part]) for part in (~learned, learned))
-        found.append((next(decoded), next(decoded)))
+        found.append(tuple(task.tokenizer.decode(sample["input_ids"][part]) for part in (~learned, learned)))
     return found
 
 
-def test_an_instruction_and_its_input_are_the_prompt(load: Load) -> None:
-    assert texts(load(ALPACA)) == list(zip(ASKED, ANSWERED, strict=True))
-
-
-@pytest.mark.parametrize("flags", [{"text_column": "instruction"}, {"label_column": "output"}])
-def test_naming_one_of_the_columns_drops_no_other(load: Load, flags: dict[str, str]) -> None:
-    assert texts(load(ALPACA, **flags)) == list(zip(ASKED, ANSWERED, strict=True))
-
-
-def test_the_whole_text_of_a_row_does_not_win_over_its_instruction(load: Load) -> None:
-    rows = [{**row, "text": "below is an instruction"} for row in ALPACA]
-    assert texts(load(rows))[1] == (ASKED[1], ANSWERED[1])
+@pytest.mark.parametrize("flags", [{}, {"text_column": "instruction"}, {"label_column": "output"}])
+def test_an_instruction_and_its_input_are_the_prompt(load: Load, flags: dict[str, str]) -> None:
+    """Naming one of the columns drops no other, and the whole text of a row does not win over its instruction."""
+    for more in ({}, {"text": "below is an instruction"}):
+        assert texts(load([row | more for row in ALPACA], **flags)) == list(zip(ASKED, ANSWERED, strict=True))
 
 
 def test_rows_of_dolly_and_a_system_prompt(load: Load) -> None:
@@ -82,26 +63,23 @@ def test_the_name_of_a_prompt_brings_its_completion(load: Load) -> None:
     assert texts(task) == [("say", " hello")]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"instruction": None, "output": "a"}, "the instruction is empty"),
-        ({"instruction": "a", "output": " "}, "the answer is empty"),
-        ({"instruction": "a", "output": "b", "input": 3}, "the input is of type int"),
-        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "earlier turns in 'history'"),
-    ],
-)
-def test_rows_that_cannot_be_used(load: Load, tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message) as caught:
-        load([row]).build_data()
-    assert caught.value.where == f"{tmp_path / 'train.jsonl'}:1"
+BAD: dict[str, dict[str, Any]] = {
+    "no instruction": {"instruction": None, "output": "a"},
+    "no answer": {"instruction": "a", "output": " "},
+    "a number": {"instruction": "a", "output": "b", "input": 3},
+    "earlier turns": {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+}
 
 
-def test_sequence_to_sequence_reads_the_instruction_too(load: Load, bert_folder: Path) -> None:
-    task = load(ALPACA, "seq2seq_lm", model_type="t5", tokenizer_path=str(bert_folder))
-    train = task.build_data().train
-    assert train is not None
-    sources = [task.tokenizer.decode(sample["input_ids"], skip_special_tokens=True) for sample in train]
+@pytest.mark.parametrize("name", BAD)
+def test_rows_that_cannot_be_used(load: Load, name: str, says: Says) -> None:
+    with says(DataError):
+        load([BAD[name]]).build_data()
+
+
+def test_sequence_to_sequence_reads_the_instruction_too(load: Load, says: Says) -> None:
+    task: Any = load(ALPACA, "seq2seq_lm")
+    sources = [task.tokenizer.decode(s["input_ids"], skip_special_tokens=True) for s in task.build_data().train]
     assert sources == ["say hello", "say the number the cat sees two"]
-    with pytest.raises(DataError, match="the column 'input' holds int, not text"):
-        load([{**ALPACA[0], "input": 3}], "seq2seq_lm", model_type="t5", tokenizer_path=str(bert_folder)).build_data()
+    with says(DataError):
+        load([{**ALPACA[0], "input": 3}], "seq2seq_lm").build_data()

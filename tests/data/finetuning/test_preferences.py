@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 
-from rapidformer_templates.data.tasks import Task, load_task
+from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.planning.config import RunConfig
-from tests.support.texts import TINY, write_jsonl
-
-Load = Callable[..., Task]
+from tests.support.messages import Says
+from tests.support.texts import Load
 
 
 @pytest.fixture
-def load(tmp_path: Path, configure: Callable[..., RunConfig], gpt_folder: Path) -> Load:
-    def make(rows: list[dict[str, Any]], **flags: Any) -> Task:
-        write_jsonl(tmp_path / "train.jsonl", rows)
-        common = {"data_dir": str(tmp_path), "model_type": "gpt2", "tokenizer_path": str(gpt_folder), **TINY}
-        return load_task(configure(**({"task": "preference", "validation_fraction": 0.0} | common | flags)))
+def load(load: Load) -> Load:
+    return partial(load, "preference")
 
-    return make
+
+def samples_of(task: Task) -> list[dict[str, Any]]:
+    return list(task.build_data().train or ())  # type: ignore[call-overload]
 
 
 def user(text: str) -> dict[str, str]:
@@ -48,48 +44,41 @@ WHOLE = {"chosen": [user("hello"), answer("it runs")], "rejected": [user("hello"
 
 def test_texts(load: Load) -> None:
     task = load([TEXT])
-    (sample,) = [task.build_data().train[0]]  # type: ignore[index]
+    (sample,) = samples_of(task)
     assert learned(task, sample) == ("hello world it runs<|endoftext|>", " it runs<|endoftext|>")
     assert learned(task, sample, "rejected_") == ("hello world it sleeps<|endoftext|>", " it sleeps<|endoftext|>")
+    task = load([{"chosen": "hello world it runs", "rejected": "hello world it sleeps"}])  # they share a prompt
+    assert learned(task, samples_of(task)[0])[1].strip() == "runs<|endoftext|>"
 
 
 def test_conversations_with_their_prompt_or_without_are_the_same(load: Load) -> None:
-    samples = [load([row]).build_data().train[0] for row in (LISTS, WHOLE, WHOLE | {"prompt": "hello"})]  # type: ignore[index]
     task = load([LISTS])
-    wanted = "user:\nhello\n\nassistant:\nit runs<|endoftext|>"
-    for sample in samples:
+    for row in (LISTS, WHOLE, WHOLE | {"prompt": "hello"}):
+        (sample,) = samples_of(load([row]))
         text, learns = learned(task, sample)
-        assert text.endswith(wanted)
+        assert text.endswith("user:\nhello\n\nassistant:\nit runs<|endoftext|>")
         assert learns == "it runs<|endoftext|>"
         assert learned(task, sample, "rejected_")[1] == "it sleeps<|endoftext|>"
 
 
-def test_texts_without_a_prompt_have_what_they_share(load: Load) -> None:
-    task = load([{"chosen": "hello world it runs", "rejected": "hello world it sleeps"}])
-    sample = task.build_data().train[0]  # type: ignore[index]
-    assert learned(task, sample)[1] == " runs<|endoftext|>" or learned(task, sample)[1] == "runs<|endoftext|>"
-
-
 def test_judged_answers_are_paired_with_the_prompt_before(load: Load) -> None:
     rows = [{"prompt": f"say {n}", "completion": f" {n} and {n}", "label": n != "cat"} for n in ("dog", "cat", "tree")]
-    task = load(rows, preference_loss="kto")
-    data = task.build_data()
-    samples = [data.train[i] for i in range(3)]  # type: ignore[index]
+    task: Any = load(rows, preference_loss="kto")
+    samples = samples_of(task)
     assert [sample["is_good"] for sample in samples] == [True, False, True]
     assert learned(task, samples[0], "kl_") == ("say dog tree and tree<|endoftext|>", " tree and tree<|endoftext|>")
-    assert data.collate is not None
-    batch = data.collate(samples)
+    batch = task.build_data().collate(samples)
     assert task.count_targets(batch, shifted=True) == 3
     assert {"input_ids", "labels", "kl_input_ids", "kl_labels", "is_good", "counted"} < batch.keys()
 
 
-def test_labels_of_csv_files_are_texts(load: Load) -> None:
+def test_labels_of_csv_files_are_texts(load: Load, says: Says) -> None:
     labels = ["true", "False", "1", "0", " TRUE "]
     rows = [{"prompt": f"say {label}", "completion": " cat", "label": label} for label in labels]
-    train = load(rows, preference_loss="kto").build_data().train
-    assert [train[i]["is_good"] for i in range(5)] == [True, False, True, False, True]  # type: ignore[index]
-    for label in ("yes", "", "2"):
-        with pytest.raises(DataError, match=f"the label is '{label}'"):
+    train = samples_of(load(rows, preference_loss="kto"))
+    assert [sample["is_good"] for sample in train] == [True, False, True, False, True]
+    for label in ("yes", "", "2", 2):
+        with says(DataError):
             load([{**rows[0], "label": label}], preference_loss="kto").build_data()
 
 
@@ -104,20 +93,18 @@ def test_drift_is_measured_with_the_answer_to_another_prompt(is_chat: bool, load
 
     words = ["dog", "cat", "tree", "house", "river"]
     task = load([row(prompt, word) for prompt, word in zip("aabba", words, strict=True)], preference_loss="kto")
-    train = task.build_data().train
-    told = [learned(task, train[i], "kl_") for i in range(5)]  # type: ignore[index]
+    told = [learned(task, sample, "kl_") for sample in samples_of(task)]
     partners = ["house", "house", "cat", "cat", "house"]
     assert [next(word for word in words if word in text) for _, text in told] == partners
     assert all(f"say {prompt}" in text for prompt, (text, _) in zip("aabba", told, strict=True))
     assert not any("drift" in note for note in task.notes)
 
 
-def test_answers_to_one_prompt_alone_are_noted(load: Load) -> None:
+def test_answers_to_one_prompt_alone_are_noted(load: Load, says: Says) -> None:
     rows = [{"prompt": "say", "completion": f" {word}", "label": True} for word in ("dog", "cat")]
     task = load(rows, preference_loss="kto")
-    train = task.build_data().train
-    assert learned(task, train[0], "kl_")[1] == " cat<|endoftext|>"  # type: ignore[index]
-    assert task.notes == ["train: all answers are to one prompt, so KTO measures drift on other answers to it"]
+    assert learned(task, samples_of(task)[0], "kl_")[1] == " cat<|endoftext|>"
+    says.text("\n".join(task.notes))
 
 
 def test_rewards_of_answers_that_are_not_there_are_no_numbers(load: Load) -> None:
@@ -129,24 +116,22 @@ def test_rewards_of_answers_that_are_not_there_are_no_numbers(load: Load) -> Non
 
 
 def test_pairs_are_split_for_kto(load: Load) -> None:
-    rows = [TEXT, {"prompt": "say", "chosen": " good", "rejected": " bad"}]
-    task = load(rows, preference_loss="kto")
-    samples = [task.build_data().train[i] for i in range(4)]  # type: ignore[index]
+    task = load([TEXT, {"prompt": "say", "chosen": " good", "rejected": " bad"}], preference_loss="kto")
+    samples = samples_of(task)
     assert [sample["is_good"] for sample in samples] == [True, True, False, False]
     assert learned(task, samples[1], "kl_")[0] == "say it runs<|endoftext|>"
 
 
-@pytest.mark.parametrize(
-    ("row", "flags", "message"),
-    [
-        (TEXT | {"rejected": " it runs"}, {}, "the chosen and the rejected answer are the same"),
-        (TEXT | {"rejected": ""}, {}, "the completion is empty"),
-        ({"prompt": "a", "chosen": " b"}, {}, "there is no column 'rejected'"),
-        (WHOLE | {"rejected": [user("bye"), answer("no")]}, {}, "do not begin with the same message"),
-        ({"prompt": "a", "completion": " b", "label": 2}, {"preference_loss": "kto"}, "the label is 2"),
-        (TEXT, {"seq_length": 1}, "no token of an answer is within the first 1 tokens"),
-    ],
-)
-def test_rows_that_cannot_be_used(load: Load, row: dict[str, Any], flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        load([row], **flags).build_data()
+BAD: dict[str, dict[str, Any]] = {
+    "equal answers": TEXT | {"rejected": " it runs"},
+    "an empty answer": TEXT | {"rejected": ""},
+    "one answer": {"prompt": "a", "chosen": " b"},
+    "other beginnings": WHOLE | {"rejected": [user("bye"), answer("no")]},
+    "no room": TEXT,
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rows_that_cannot_be_used(load: Load, name: str, says: Says) -> None:
+    with says(DataError):
+        load([BAD[name]], **({"seq_length": 1} if name == "no room" else {})).build_data()

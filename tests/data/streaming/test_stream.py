@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,14 +26,12 @@ from rapidformer_templates.data.streaming import (
     StreamOrder,
     WindowsOfDocuments,
 )
-from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import CachedPieces, Reference
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.planning.config import RunConfig
-from tests.support.texts import TINY, WORDS, write_jsonl
+from tests.support.messages import Patch, Says
+from tests.support.texts import WORDS, Load, write_jsonl
 
-Configure = Callable[..., RunConfig]
 SIZES = (7, 1, 12, 5)
 ROWS = [f"{shard}-{row}" for shard, size in enumerate(SIZES) for row in range(size)]
 
@@ -67,31 +65,17 @@ def test_rows_in_order_and_a_new_order_of_the_shards_in_each_epoch(shards: list[
     assert texts(RowStream(shards, 4), 25) != epochs[0] or texts(RowStream(shards, 5), 25) != epochs[0]
 
 
-def test_a_state_is_where_the_stream_stood(shards: list[Path]) -> None:
-    whole = texts(RowStream(shards, 3), 70)
-    for stop in (0, 6, 7, 8, 24, 25, 26, 60):
-        rows = RowStream(shards, 3)
-        assert texts(rows, stop) == whole[:stop]
-        state = json.loads(json.dumps(rows.state()))
-        other = RowStream(shards, 3)
-        other.go_to(state)
-        assert texts(other, 70 - stop) == texts(pickle.loads(pickle.dumps(rows)), 70 - stop) == whole[stop:]
-
-
 @pytest.mark.slow
-def test_lines_that_cannot_be_read_are_named_or_left_out(tmp_path: Path) -> None:
+def test_lines_that_cannot_be_read_are_named_or_left_out(tmp_path: Path, says: Says) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text('{"text": "a"}\n{"text"\n{"text": "b"}\n[]\n')
-    with pytest.raises(DataError, match="broken JSON") as caught:
+    with says(DataError):
         texts(RowStream([file], None), 2)
-    assert caught.value.where == f"{file}:2"
     samples = StreamedSamples(RowStream([file], None, skip=True), whole_rows, seed=1, buffer=0, identity="")
     assert [samples[p] for p in range(4)] == ["a", "b", "a", "b"]
     last = [samples[p] for p in range(4, 40)] and samples.bookmark
-    counts = last["reasons"]
-    assert list(counts) == [f"{file}:2: broken JSON: Expecting ':' delimiter (column 8)",
-                            f"{file}:4: a line must hold a JSON object, not list"]  # fmt: skip
-    assert all(count in (last["epoch"], last["epoch"] + 1) for count in counts.values())
+    says.text("\n".join(last["reasons"]))
+    assert all(count in (last["epoch"], last["epoch"] + 1) for count in last["reasons"].values())
 
 
 def whole_rows(rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> BlockResult:
@@ -164,16 +148,14 @@ def test_a_step_is_divided_and_nothing_of_it_lost(workers: int, accumulation: in
     assert sorted(found) == list(range(step * 12, (step + 1) * 12))
 
 
-def test_a_stream_without_a_sample_ends(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 3)
-    samples = StreamedSamples(
-        RowStream([file], 1), lambda rows, left, generator: BlockResult([]), seed=1, buffer=2, identity=""
-    )
-    with pytest.raises(DataError, match="there is no sample in any of the files"):
-        samples[0]
-    file.write_text("\n\n")
-    with pytest.raises(DataError, match="the data set is empty"):
-        StreamedSamples(RowStream([file], 1), whole_rows, seed=1, buffer=2, identity="")[0]
+def test_a_stream_without_a_sample_ends(tmp_path: Path, says: Says) -> None:
+    def nothing(rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> BlockResult:
+        return BlockResult([])
+
+    for content, make in (('{"text": "a"}\n' * 3, nothing), ("\n\n", whole_rows)):
+        (tmp_path / "a.jsonl").write_text(content)
+        with says(DataError):
+            StreamedSamples(RowStream([tmp_path / "a.jsonl"], 1), make, seed=1, buffer=2, identity="")[0]
 
 
 def documents(count: int, seed: int = 0) -> list[str]:
@@ -181,65 +163,59 @@ def documents(count: int, seed: int = 0) -> list[str]:
     return [" ".join(draw.choice(WORDS, draw.integers(1, 30))) for _ in range(count)]
 
 
+@pytest.fixture
+def pretrain(load: Load) -> Load:
+    """A function that loads a task which streams files."""
+
+    def make(*files: Path, **flags: Any) -> Any:
+        common = {"model_type": "gpt2", "seq_length": 16, "streaming": True, "seed": 5, "data_dir": None}
+        data = {"data_path": tuple(map(str, files)), "validation_fraction": None}
+        return load("pretraining", **common | data | flags)
+
+    return make
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("buffer", [0, 10])
-def test_windows_are_those_of_the_text_in_a_row(
-    configure: Configure, gpt_folder: Path, tmp_path: Path, buffer: int, apart: bool
-) -> None:
+def test_windows_are_those_of_the_text_in_a_row(pretrain: Load, tmp_path: Path, buffer: int, apart: bool) -> None:
     """Without a shuffle, the windows equal those of all documents in a row. With a shuffle, each token occurs once."""
     text = documents(50)
     files = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": t} for t in text[i * 25 : i * 25 + 25]]) for i in range(2)]
-    config = configure(
-        **TINY, task="pretraining", data_path=tuple(map(str, files)), tokenizer_path=str(gpt_folder), model_type="gpt2",
-        seq_length=16, streaming=True, shuffle_buffer=buffer, keep_documents_apart=apart, seed=5,
-    )  # fmt: skip
-    task = load_task(config)
+    task = pretrain(*files, shuffle_buffer=buffer, keep_documents_apart=apart)
     task.check()
-    data = task.build_data()
+    data: Any = task.build_data()
     assert (data.valid, data.test) == (None, None)
     end = task.tokenizer.eos_token_id
     encoded = [[*task.tokenizer(t, add_special_tokens=False)["input_ids"], end] for t in text]
     row = np.concatenate(encoded * 3)
     count = (sum(map(len, encoded)) - 1) // 16
-    assert data.train is not None
     samples = [data.train[p] for p in range(count)]
-    if not buffer:
-        assert [s["input_ids"].tolist() for s in samples] == [row[i * 16 : i * 16 + 17].tolist() for i in range(count)]
-        if apart:
-            borders = np.flatnonzero(row == end)
-            expected = np.searchsorted(borders, np.arange(len(row)), side="left")
-            for i, sample in enumerate(samples):
-                part = expected[i * 16 : i * 16 + 17]
-                assert (np.diff(sample["documents"]) == np.diff(part)).all()
-    else:
-        assert [s["input_ids"].tolist() for s in samples] != [row[i * 16 : i * 16 + 17].tolist() for i in range(count)]
-        taken = Counter(np.concatenate([sample["input_ids"][:-1] for sample in samples]).tolist())
-        once = Counter(np.concatenate(encoded).tolist())
-        assert sum((taken - once).values()) == 0
-    assert data.collate is not None
+    in_a_row = [row[i * 16 : i * 16 + 17] for i in range(count)]
+    assert all(np.array_equal(s["input_ids"], w) for s, w in zip(samples, in_a_row, strict=True)) == (not buffer)
+    if apart and not buffer:
+        expected = np.searchsorted(np.flatnonzero(row == end), np.arange(len(row)), side="left")
+        for i, sample in enumerate(samples):
+            assert (np.diff(sample["documents"]) == np.diff(expected[i * 16 : i * 16 + 17])).all()
+    taken = Counter(np.concatenate([sample["input_ids"][:-1] for sample in samples]).tolist())
+    assert sum((taken - Counter(np.concatenate(encoded).tolist())).values()) == 0
     assert data.collate(samples[:3])["input_ids"].shape == (3, 16)
 
 
 @pytest.mark.slow
-def test_the_column_and_the_unit_of_a_text(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
+def test_the_column_and_the_unit_of_a_text(pretrain: Load, tmp_path: Path) -> None:
     """Compare the windows of one text, read from files of lines and from rows with a different column."""
     text = documents(30)
     (tmp_path / "a.txt").write_text("\n".join(text))
     write_jsonl(tmp_path / "a.jsonl", [{"body": f"{line}\n" if i < 29 else line} for i, line in enumerate(text)])
     found = []
     for name in ("a.txt", "a.jsonl"):
-        config = configure(
-            **TINY, task="pretraining", data_path=(str(tmp_path / name),), tokenizer_path=str(gpt_folder), seed=5,
-            model_type="gpt2", streaming=True, shuffle_buffer=5, text_column="body", text_unit="line", seq_length=16,
-        )  # fmt: skip
-        samples: Any = load_task(config).build_data().train
+        task = pretrain(tmp_path / name, shuffle_buffer=5, text_column="body", text_unit="line")
+        samples: Any = task.build_data().train
         found.append([samples[p]["input_ids"].tolist() for p in range(20)])
     assert found[0] == found[1]
 
 
-def test_a_fast_tokenizer_is_used_only_where_it_gives_the_same(
-    gpt_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fast_tokenizer_is_used_only_where_it_gives_the_same(gpt_folder: Path, monkeypatch: Patch) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
     rows = [StreamedRow(Path("a.jsonl"), i, {"text": text}, ()) for i, text in enumerate(documents(20))]
     recipe = EncodingRecipe(tokenizer.backend_tokenizer.to_str(), "uint16", 0)
@@ -259,44 +235,31 @@ def test_a_fast_tokenizer_is_used_only_where_it_gives_the_same(
 
 
 @pytest.mark.parametrize("task", ["pretraining", "masked_lm"])
-def test_masked_windows_and_texts(configure: Configure, bert_folder: Path, tmp_path: Path, task: str) -> None:
+def test_masked_windows_and_texts(load: Load, pretrain: Load, tmp_path: Path, task: str) -> None:
     """Tasks whose samples change at each use produce batches of one shape with hidden tokens."""
-    file = write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in documents(40)])
-    of_task: dict[str, Any] = {
-        "pretraining": {"data_path": (str(file),), "short_seq_prob": 0.0},
-        "masked_lm": {"data_dir": str(tmp_path)},
-    }[task]
-    config = configure(
-        **TINY, **of_task, task=task, tokenizer_path=str(bert_folder), seq_length=16, model_type="bert", streaming=True,
-        shuffle_buffer=7, seed=5,
-    )  # fmt: skip
-    data = load_task(config).build_data()
+    rows = [{"text": text} for text in documents(40)]
+    if task == "masked_lm":
+        made = load(task, rows, seq_length=16, streaming=True, shuffle_buffer=7, seed=5)
+    else:
+        file = write_jsonl(tmp_path / "train.jsonl", rows)
+        made = pretrain(file, model_type="bert", short_seq_prob=0.0, shuffle_buffer=7)
+    data: Any = made.build_data()
     assert isinstance(data.train, StreamedSamples)
-    assert data.augment is not None
-    assert data.collate is not None
-    samples = [data.augment(data.train[p], np.random.default_rng(p)) for p in range(6)]
-    batch = data.collate(samples)
+    batch = data.collate([data.augment(data.train[p], np.random.default_rng(p)) for p in range(6)])
     assert batch["input_ids"].shape == batch["labels"].shape
     assert batch["input_ids"].shape[1] <= 16
     assert (batch["labels"] != -100).any()
 
 
 @pytest.mark.parametrize("packs", [False, True])
-def test_a_streamed_task_has_the_samples_of_the_same_rows_read_whole(
-    configure: Configure, gpt_folder: Path, tmp_path: Path, packs: bool
-) -> None:
+def test_a_streamed_task_has_the_samples_of_the_same_rows_read_whole(load: Load, tmp_path: Path, packs: bool) -> None:
     text = documents(40)
     for i in range(2):
         write_jsonl(tmp_path / f"train-{i}-of-2.jsonl", [{"text": t} for t in text[i * 20 : i * 20 + 20]])
-    write_jsonl(tmp_path / "valid.jsonl", [{"text": t} for t in documents(5, 1)])
-    flags = {
-        **TINY, "task": "causal_lm", "data_dir": str(tmp_path), "tokenizer_path": str(gpt_folder), "model_type": "gpt2",
-        "seq_length": 64, "pack_sequences": packs, "seed": 5,
-    }  # fmt: skip
-    whole = load_task(configure(**flags)).build_data()
-    streamed = load_task(configure(**flags, streaming=True, shuffle_buffer=40)).build_data()
-    assert whole.train is not None
-    assert streamed.train is not None
+    valid = [{"text": t} for t in documents(5, 1)]
+    flags: dict[str, Any] = {"valid": valid, "seq_length": 64, "pack_sequences": packs, "seed": 5}
+    whole: Any = load("causal_lm", **flags).build_data()
+    streamed: Any = load("causal_lm", **flags, streaming=True, shuffle_buffer=40).build_data()
 
     def texts_in(samples: Any, count: int) -> list[list[int]]:
         """Return single samples, also those in packed rows."""
@@ -306,38 +269,30 @@ def test_a_streamed_task_has_the_samples_of_the_same_rows_read_whole(
             found += [part.tolist() for part in np.split(row["input_ids"], starts[1:])]
         return sorted(found)
 
-    count = len(whole.train)  # type: ignore[arg-type]
+    count = len(whole.train)
     assert texts_in(streamed.train, count) == texts_in(whole.train, count)
     assert len(streamed.valid or []) == len(whole.valid or [])
     if packs:
-        assert sum(streamed.train.size_of(streamed.train.__getitems__([p]) and [p])[0] for p in range(count)) == 40  # type: ignore[union-attr, attr-defined]
+        assert sum(streamed.train.size_of(streamed.train.__getitems__([p]) and [p])[0] for p in range(count)) == 40
 
 
-def test_conversations_and_what_is_told_of_them(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
+def test_conversations_and_what_is_told_of_them(load: Load, says: Says) -> None:
     talk = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "the cat"}]
-    file = write_jsonl(tmp_path / "train.jsonl", [{"messages": talk[: 2 - i % 2]} for i in range(6)])
-    flags = {**TINY, "task": "causal_lm", "data_dir": str(tmp_path), "tokenizer_path": str(gpt_folder)}
-    flags |= {"model_type": "gpt2", "seq_length": 64, "streaming": True, "shuffle_buffer": 3}
-    task = load_task(configure(**flags, skip_bad_lines=True))
+    rows, flags = [{"messages": talk[: 2 - i % 2]} for i in range(6)], {"streaming": True, "shuffle_buffer": 3}
+    task = load("causal_lm", rows, **flags, seq_length=64, skip_bad_lines=True)
     samples: Any = task.build_data().train
-    assert task.notes == ["the tokenizer has no chat template: a plain one is used, and exported with it"]
     labels = [samples[p]["labels"].tolist() for p in range(8)]
     assert labels == labels[:1] * 8
     assert -100 in labels[0]
-    reason = "the conversation has no answer: no message is the assistant's"
-    assert next(iter(samples.bookmark["reasons"])) == f"{file}:2: {reason}"
-    with pytest.raises(DataError, match="the conversation has no answer") as caught:
-        load_task(configure(**flags)).build_data().train[0]  # type: ignore[index]
-    assert caught.value.where == f"{file}:2"
+    says.text("\n".join([*task.notes, *samples.bookmark["reasons"]]))
+    with says(DataError):
+        load("causal_lm", **flags).build_data().train[0]  # type: ignore[index]
 
 
-def test_what_is_not_streamed(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
-    import datasets
-
+def test_what_is_not_streamed(load: Load, pretrain: Load, tmp_path: Path, says: Says) -> None:
     datasets.Dataset.from_dict({"text": documents(5)}).save_to_disk(str(tmp_path / "saved"))
-    flags = {**TINY, "tokenizer_path": str(gpt_folder), "model_type": "gpt2", "seq_length": 16, "streaming": True}
-    with pytest.raises(DataError, match="was saved by datasets, and cannot be streamed"):
-        load_task(configure(**flags, task="causal_lm", data_dir=str(tmp_path / "saved"))).check()
+    with says(DataError):
+        load("causal_lm", data_dir=str(tmp_path / "saved"), streaming=True).check()
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in documents(5)])
-    with pytest.raises(DataError, match="a blend cannot be streamed"):
-        load_task(configure(**flags, task="pretraining", data_path=("0.5", str(file), "0.5", str(file)))).check()
+    with says(DataError):
+        pretrain(data_path=("0.5", str(file), "0.5", str(file))).check()

@@ -1,10 +1,15 @@
-"""Raw text to indexed data sets: the bytes, bad text, parts and their order."""
+"""Raw text to indexed data sets: the bytes, bad text, parts and their order, and what is left after a stop."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,16 +19,20 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from rapidformer_templates.data.indexed import writer as indexed_writer
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.indexed.writer import IndexedWriter
 from rapidformer_templates.data.text import fast_tokenizers, preprocess
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.encoding import Encoder, EncodingJob, EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import Reference
 from rapidformer_templates.data.text.files import Span, TextUnit, documents, text_documents
-from rapidformer_templates.data.text.preprocess import AHEAD, PreprocessResult, split_files
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.data.text.preprocess import AHEAD, split_files
+from rapidformer_templates.errors import DataError, WorkerFailed
 from tests.support.indexed_sets import contents
-from tests.support.texts import TEXTS, files_of, write_jsonl
+from tests.support.messages import Patch, Says
+from tests.support.programs import is_running, wait_until
+from tests.support.texts import TEXTS, Preprocess, files_of, write_jsonl
 
 
 def plain(megatron: Any, tokenizer_folder: Path, texts: list[str], prefix: Path) -> list[bytes]:
@@ -39,7 +48,7 @@ def plain(megatron: Any, tokenizer_folder: Path, texts: list[str], prefix: Path)
 
 @pytest.mark.slow
 def test_bytes_are_those_of_a_plain_script_for_any_number_of_workers(
-    corpus: Path, make: Callable[..., PreprocessResult], megatron: Any, gpt_folder: Path, tmp_path: Path
+    corpus: Path, make: Preprocess, megatron: Any, gpt_folder: Path, tmp_path: Path
 ) -> None:  # fmt: skip
     expected = plain(megatron, gpt_folder, TEXTS, tmp_path / "plain")
     ways = [{"workers": 1}, {"workers": 2, "chunk_size": 1}, {"workers": 3, "chunk_size": 7}]
@@ -54,7 +63,7 @@ def test_bytes_are_those_of_a_plain_script_for_any_number_of_workers(
 
 
 @pytest.mark.slow
-def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Callable[..., PreprocessResult]) -> None:
+def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Preprocess, says: Says) -> None:
     texts = ["one tree\nsees a house\n", "a dog\n", "the river\n"]
     text = tmp_path / "a.txt"
     text.write_text("\n \n".join(texts), encoding="utf-8")
@@ -64,15 +73,12 @@ def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Callable
     for chunk_size in (1, 2):
         assert files_of(make(text, prefix=f"t{chunk_size}", chunk_size=chunk_size).prefix["text"]) == expected
     assert files_of(make(tmp_path / "a.parquet", prefix="parquet", chunk_size=2).prefix["text"]) == expected
-    with pytest.raises(DataError, match="there is no column 'body'") as raised:
+    with says(DataError):
         make(tmp_path / "a.parquet", recipe=EncodingRecipe("", "uint16", None, ("body",)))
-    assert raised.value.hint == "the columns are text, other"
 
 
 @pytest.mark.slow
-def test_several_keys_in_one_pass(
-    tmp_path: Path, recipe: EncodingRecipe, make: Callable[..., PreprocessResult]
-) -> None:
+def test_several_keys_in_one_pass(tmp_path: Path, recipe: EncodingRecipe, make: Preprocess) -> None:
     rows = [{"text": "a dog", "title": "dog"}, {"text": "a cat", "title": " "}, {"text": "a tree", "title": "tree"}]
     corpus = write_jsonl(tmp_path / "c.jsonl", rows)
     made = make(corpus, recipe=EncodingRecipe(recipe.tokenizer, "uint16", None, ("text", "title")))
@@ -82,7 +88,7 @@ def test_several_keys_in_one_pass(
     assert files_of(made.prefix["title"]) == files_of(alone.prefix["title"])
 
 
-def test_sentences(tmp_path: Path, recipe: EncodingRecipe, make: Callable[..., PreprocessResult]) -> None:
+def test_sentences(tmp_path: Path, recipe: EncodingRecipe, make: Preprocess) -> None:
     rows = [{"text": "A dog. A cat! The tree?"}, {"text": ["he sees", "", "they run. we run"]}, {"text": "  "}]
     sentences = EncodingRecipe(recipe.tokenizer, "uint16", 0, sentences=True)
     made = make(write_jsonl(tmp_path / "c.jsonl", rows), recipe=sentences)
@@ -97,30 +103,22 @@ def test_sentences(tmp_path: Path, recipe: EncodingRecipe, make: Callable[..., P
 
 
 @pytest.mark.slow
-def test_what_is_empty_is_left_out_and_counted(tmp_path: Path, make: Callable[..., PreprocessResult]) -> None:
+def test_what_is_empty_is_left_out_and_counted(tmp_path: Path, make: Preprocess, says: Says) -> None:
     texts = ["", "a dog", "  \n", "a cat", ""]
     made = make(write_jsonl(tmp_path / "c.jsonl", [{"text": text} for text in texts]))
     assert (made.documents, made.empty) == ({"text": 2}, {"text": 3})
-    with pytest.raises(DataError) as raised:
+    with says(DataError):
         make(write_jsonl(tmp_path / "e.jsonl", [{"text": ""}]), prefix="e")
-    assert raised.value.message == "there is no document with text for the key 'text'"
-    assert raised.value.hint == "check the files; 1 were empty, 0 lines were bad"
     assert not list(tmp_path.glob("e_*"))
 
 
-BAD = {
-    b'{"text": "caf\xe9"}': "the text is not UTF-8",
-    b'{"text": ': "broken JSON: Expecting value (column 9)",
-    b'["text"]': "a line must hold a JSON object, not list",
-    b'{"body": "x"}': "there is no column 'text'",
-    b'{"text": 3}': "the column 'text' holds int, not text",
-    b'{"text": "half \\ud83d"}': "the column 'text' holds half of a surrogate pair, which is not a character",
-    b"[" * 100_000: "broken JSON: a number that is too long, or brackets that are nested too deeply",
-    b'{"n": ' + b"9" * 5000 + b"}": "broken JSON: a number that is too long, or brackets that are nested too deeply",
-}
+BAD = (
+    b'{"text": "caf\xe9"}', b'{"text": ', b'["text"]', b'{"body": "x"}', b'{"text": 3}', b'{"text": "half \\ud83d"}',
+    b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}",
+)  # fmt: skip
 
 
-def test_compressed_and_utf_16_files_give_the_same_sets(tmp_path: Path, make: Callable[..., PreprocessResult]) -> None:
+def test_compressed_and_utf_16_files_give_the_same_sets(tmp_path: Path, make: Preprocess) -> None:
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS[:9])
     paragraphs = "\n\n".join(TEXTS[:9])
     forms = {
@@ -139,41 +137,29 @@ def test_compressed_and_utf_16_files_give_the_same_sets(tmp_path: Path, make: Ca
 
 
 @pytest.mark.slow
-def test_bad_lines_are_errors_or_listed(
-    tmp_path: Path, recipe: EncodingRecipe, make: Callable[..., PreprocessResult]
-) -> None:
+def test_bad_lines_are_errors_or_listed(tmp_path: Path, recipe: EncodingRecipe, make: Preprocess, says: Says) -> None:
     good = [json.dumps({"text": text}).encode() for text in TEXTS[:3]]
     file = tmp_path / "bad.jsonl"
     file.write_bytes(b"\n".join([good[0], *BAD, *good[1:]]) + b"\n")
-    skip = EncodingRecipe(recipe.tokenizer, "uint16", 0, skip=True)
-    made = make(file, recipe=skip, chunk_size=2)
-    reasons = [f"{file}:{line}: {reason}" for line, reason in enumerate(BAD.values(), start=2)]
+    made = make(file, recipe=EncodingRecipe(recipe.tokenizer, "uint16", 0, skip=True), chunk_size=2)
     listed = Path(f"{tmp_path}/out.skipped.txt").read_text().splitlines()
-    assert listed == reasons
+    says.text("\n".join(listed))
     assert (made.skipped, made.examples) == (8, listed[:5])
     clean = make(write_jsonl(tmp_path / "good.jsonl", [{"text": text} for text in TEXTS[:3]]), prefix="clean")
     assert files_of(made.prefix["text"]) == files_of(clean.prefix["text"])
     assert not (tmp_path / "clean.skipped.txt").exists()
-    for number, line in enumerate(BAD):
+    for line in BAD:
         file.write_bytes(good[0] + b"\n" + line)
-        with pytest.raises(DataError) as raised:
+        with says(DataError):
             Encoder(recipe)(EncodingJob(file, Span(0, file.stat().st_size, 1), 0, check=False))
-        assert raised.value.where == f"{file}:2"
-        assert listed[number].endswith(raised.value.message)
-    with pytest.raises(DataError, match="the column 'text' holds") as raised:
-        make(corpus_with(tmp_path, 40, b'{"text": null}'), prefix="never", chunk_size=3, workers=2)
-    assert raised.value.where == f"{tmp_path / 'null.jsonl'}:41"
+    file.write_bytes(b"\n".join([*good * 14, b'{"text": null}', b""]))
+    with says(DataError):
+        make(file, prefix="never", chunk_size=3, workers=2)
     assert not list(tmp_path.glob("never*"))
 
 
-def corpus_with(folder: Path, good: int, bad: bytes) -> Path:
-    path = write_jsonl(folder / "null.jsonl", [{"text": text} for text in TEXTS[:good]])
-    path.write_bytes(path.read_bytes() + bad + b"\n")
-    return path
-
-
 @pytest.mark.slow
-def test_a_line_of_50_mb(tmp_path: Path, make: Callable[..., PreprocessResult], recipe: EncodingRecipe) -> None:
+def test_a_line_of_50_mb(tmp_path: Path, make: Preprocess, recipe: EncodingRecipe) -> None:
     file = tmp_path / "long.jsonl"
     small = json.dumps({"text": "a dog"})
     file.write_text("\n".join([small, json.dumps({"text": "a cat", "meta": "x" * 50_000_000}), small]) + "\n")
@@ -248,3 +234,133 @@ def test_few_parts_are_under_way(corpus: Path, recipe: EncodingRecipe) -> None:
     for written, _ in enumerate(preprocess.encoded(jobs(), recipe, 1)):
         assert taken - written <= AHEAD
     assert taken == 60
+
+
+def test_a_full_disk(corpus: Path, make: Preprocess, tmp_path: Path, monkeypatch: Patch, says: Says) -> None:
+    real = indexed_writer.write_at
+
+    def full(descriptor: int, data: memoryview, place: int) -> None:
+        if place > 200:
+            raise OSError(28, "No space left on device")
+        real(descriptor, data, place)
+
+    monkeypatch.setattr(indexed_writer, "write_at", full)
+    with says(DataError):
+        make(corpus, chunk_size=3)
+    assert list(tmp_path.iterdir()) == [corpus]
+
+
+def test_a_worker_that_is_killed(
+    corpus: Path, make: Preprocess, tmp_path: Path, monkeypatch: Patch, says: Says
+) -> None:
+    real = IndexedWriter.add
+
+    def add(self: IndexedWriter, *arguments: Any) -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        real(self, *arguments)
+
+    monkeypatch.setattr(IndexedWriter, "add", add)
+    with says(WorkerFailed):
+        make(corpus, chunk_size=1)
+    assert list(tmp_path.iterdir()) == [corpus]
+
+
+@pytest.mark.slow
+def test_of_several_sets_all_or_none_are_there(
+    tmp_path: Path, recipe: EncodingRecipe, make: Preprocess, monkeypatch: Patch
+) -> None:
+    real = IndexedWriter._write_index
+
+    def full(self: IndexedWriter, path: Path) -> None:
+        if "_text_" in path.name:
+            raise OSError(28, "No space left on device")
+        real(self, path)
+
+    monkeypatch.setattr(IndexedWriter, "_write_index", full)
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": "a dog", "title": "dog"}])
+    with pytest.raises(DataError, match="the disk is full"):
+        make(corpus, recipe=EncodingRecipe(recipe.tokenizer, "uint16", None, ("text", "title")))
+    assert list(tmp_path.iterdir()) == [corpus]
+
+
+@pytest.mark.slow
+def test_workers_are_not_waited_for_after_an_error(recipe: EncodingRecipe) -> None:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        _fail_while_a_worker_is_busy(recipe)
+    assert time.monotonic() - began < 40
+
+
+def _fail_while_a_worker_is_busy(recipe: EncodingRecipe) -> None:
+    with preprocess._pool(recipe, 1) as pool:
+        wait_until(pool.submit(time.sleep, 50).running, "the worker does not start")
+        raise RuntimeError
+
+
+SLOW = """
+import multiprocessing, resource, sys, time
+from rapidformer_templates.commands import data as cli
+from rapidformer_templates.data.indexed.writer import IndexedWriter
+
+def add(self, *arguments, real=IndexedWriter.add):
+    real(self, *arguments)
+    if self.documents > 10:
+        print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+        for _ in range(600):
+            time.sleep(0.1)  # a signal that another thread receives does not end a sleep
+
+if sys.argv[1] == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+else:
+    IndexedWriter.add = add
+sys.exit(cli.main(sys.argv[2:]))
+"""
+"""A script whose preprocessing prints its workers and waits after a first part, or may write at most 300 bytes."""
+
+
+def words_for(corpus: Path, gpt_folder: Path, prefix: Path) -> list[str]:
+    return ["preprocess", "--input", str(corpus), "--output-prefix", str(prefix), "--append-eod",
+            "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(gpt_folder / "vocab.json"),
+            "--merge-file", str(gpt_folder / "merges.txt"),
+             "--workers", "2", "--chunk-size", "3", "--tokenizer-backend", "transformers"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_interrupted_and_run_again(
+    corpus: Path,
+    recipe: EncodingRecipe,
+    make: Preprocess,
+    gpt_folder: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+) -> None:
+    words = words_for(corpus, gpt_folder, tmp_path / "out")
+    command = [sys.executable, "-c", SLOW, "wait", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        workers = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(workers) == 2
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert not list(tmp_path.glob("out*.bin")) + list(tmp_path.glob("out*.idx")) + list(tmp_path.glob("out*.json"))
+    if number == signal.SIGKILL:
+        assert [path.name for path in tmp_path.glob("out*")] == ["out_text_document.bin.tmp"]
+    else:
+        assert process.returncode == 75
+        assert errors.startswith("interrupted; nothing was written\n")
+        assert not list(tmp_path.glob("out*"))
+    wait_until(lambda: not any(map(is_running, workers)), "the workers go on")
+    made = make(corpus)
+    assert files_of(made.prefix["text"]) == files_of(make(corpus, prefix="whole").prefix["text"])
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_a_limit_of_the_system_on_files(corpus: Path, gpt_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SLOW, "limit", *words_for(corpus, gpt_folder, tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot write: File too large\n")
+    assert list(tmp_path.iterdir()) == [corpus]

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
 
 from rapidformer_templates.commands.data import main
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from tests.support.messages import Capture, Says
 from tests.support.texts import WORDS, write_jsonl
 
 TEXTS = [f"{' '.join(WORDS[i % 30 :])} Élan №{i}.\n\tHello HELLO" for i in range(30)]
@@ -28,7 +29,7 @@ def all_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_bpe_is_at_once_a_gpt2_tokenizer(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bpe_is_at_once_a_gpt2_tokenizer(corpus: Path, tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "bpe"
     assert train(corpus, folder, "--vocab-size", "320") == 0
     shown = capsys.readouterr().out.splitlines()
@@ -71,9 +72,8 @@ def test_the_same_text_gives_the_same_files(corpus: Path, tmp_path: Path, kind: 
     for folder in folders:
         assert train(corpus, folder, "--type", kind, "--vocab-size", "300") == 0
     assert all(all_files(folder) == all_files(folders[0]) for folder in folders)
-    assert (
-        train(corpus, folders[0], "--type", kind, "--vocab-size", "280" if kind == "bpe" else "150", "--overwrite") == 0
-    )
+    size = "280" if kind == "bpe" else "150"
+    assert train(corpus, folders[0], "--type", kind, "--vocab-size", size, "--overwrite") == 0
     assert all_files(folders[0]) != all_files(folders[1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "corpus.jsonl", "d"]
 
@@ -101,50 +101,32 @@ def test_preprocess_with_it_in_both_ways(corpus: Path, tmp_path: Path, kind: str
         assert ids.tolist() == [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
 
 
-def test_other_columns_and_bad_lines(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_columns_and_bad_lines(corpus: Path, tmp_path: Path, capsys: Capture, says: Says) -> None:
     words = ["--vocab-size", "290", "--json-keys", "text", "title", "--json"]
     assert train(corpus, tmp_path / "both", *words) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts == {"folder": str(tmp_path / "both"), "vocabulary": 290, "documents": 60, "skipped": []}
     assert "ebra" in (tmp_path / "both" / "vocab.json").read_text(encoding="utf-8")
-    corpus.write_bytes(corpus.read_bytes() + b"not json\n")
-    assert train(corpus, tmp_path / "never") == 2
-    assert f"{corpus}:31" in capsys.readouterr().err
+    corpus.write_bytes(corpus.read_bytes() + b'not json\n{"text": "half \\ud83d"}\n')
+    says.command(f"data tokenizer --input {corpus} --output {tmp_path / 'never'}")
     assert not (tmp_path / "never").exists()
     assert train(corpus, tmp_path / "skips", "--skip-bad-lines", "--vocab-size", "999") == 0
-    shown = capsys.readouterr().out
-    assert "left out 1 row that cannot be used\n  1 × broken JSON" in shown
-    assert f"(first: {corpus}:31)" in shown
-    assert "so there are fewer tokens" in shown
-    corpus.write_bytes(corpus.read_bytes() + b'{"text": "half \\ud83d"}\n')
-    assert train(corpus, tmp_path / "half", "--skip-bad-lines", "--vocab-size", "999") == 0
-    assert f"half of a surrogate pair, which is not a character (first: {corpus}:32)" in capsys.readouterr().out
+    says.text(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--vocab-size", "256"], "256 tokens are too few for a bpe"),
-        (["--type", "wordpiece", "--vocab-size", "5"], "5 tokens are too few for a wordpiece"),
-        (["--lower-case"], "a bpe keeps the case"),
-        (["--json-keys", "body"], "there is no column 'body'"),
-    ],
+    "words", ["--vocab-size 256", "--type wordpiece --vocab-size 5", "--lower-case", "--json-keys body"]
 )
-def test_wrong_use(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    assert train(corpus, tmp_path / "out", *words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+def test_wrong_use(corpus: Path, tmp_path: Path, words: str, says: Says) -> None:
+    says.command(f"data tokenizer --input {corpus} --output {tmp_path / 'out'} {words}")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_is_not_replaced_unasked(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_not_replaced_unasked(corpus: Path, tmp_path: Path, says: Says) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    assert train(corpus, tmp_path / "out") == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'out'} exists\n")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    words = f"data tokenizer --input {corpus} --output {tmp_path / 'out'}"
+    says.command(words)
     corpus.write_text('{"text": " "}\n')
-    assert train(corpus, tmp_path / "out", "--overwrite") == 2
-    assert "there is no document with text" in capsys.readouterr().err
+    says.command(f"{words} --overwrite")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]

@@ -15,49 +15,13 @@ from rapidformer_templates.planning import resolve as resolve_module
 from rapidformer_templates.planning.deepspeed_file.settings import merge_file
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.resolve import resolve
+from tests.support.messages import Patch
 from tests.support.requests import GPUS, config_of, on
+from tests.support.rotten_input import DEEPSPEED_FILE
 
-FILE = {
-    "train_batch_size": 8,
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 1.0,
-    "fp16": {"enabled": False},
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 10, "total_num_steps": 100},
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": 1_000_000,
-        "stage3_max_live_parameters": 1e6,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"},
-        "offload_param": {"device": "nvme", "nvme_path": "/fast"},
-    },
-    "aio": {"thread_count": 2},
-    "communication_data_type": "fp32",
-    "steps_per_print": 10,
-    "wandb": {"enabled": False},
-    "gradient_predivide_factor": 1.0,
-}
 WRONG = (
-    None,
-    True,
-    -1,
-    10**400,
-    1e308,
-    float("inf"),
-    float("nan"),
-    "",
-    "much",
-    "auto",
-    [],
-    [[1]],
-    {},
-    {"a": {"b": []}},
-)
+    None, True, -1, 10**400, 1e308, float("inf"), float("nan"), "", "much", "auto", [], [[1]], {}, {"a": {"b": []}},
+)  # fmt: skip
 MACHINE = on(GPUS, world_size=2, local_world_size=2)
 
 
@@ -70,7 +34,7 @@ def paths(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
 
 
 def with_value(path: tuple[str, ...], value: object) -> dict[str, Any]:
-    content: dict[str, Any] = copy.deepcopy(FILE)
+    content: dict[str, Any] = copy.deepcopy(DEEPSPEED_FILE)
     section = content
     for key in path[:-1]:
         section = section[key]
@@ -79,7 +43,7 @@ def with_value(path: tuple[str, ...], value: object) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _without_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_suggestions(monkeypatch: Patch) -> None:
     """Leave out the search for a request that works, which takes a second for each refusal."""
     monkeypatch.setattr(resolve_module, "nearest", lambda request, registry: [])
 
@@ -97,7 +61,7 @@ def outcomes(path: tuple[str, ...], file: Path) -> Iterator[Plan | str]:
                 yield error.render()
 
 
-@pytest.mark.parametrize("path", list(paths(FILE)), ids=".".join)
+@pytest.mark.parametrize("path", list(paths(DEEPSPEED_FILE)), ids=".".join)
 def test_a_wrong_value_makes_a_plan_or_an_error(path: tuple[str, ...], tmp_path: Path) -> None:
     results = list(outcomes(path, tmp_path / "ds.json"))
     assert len(results) == 2 * len(WRONG)
