@@ -161,7 +161,7 @@ def limited() -> Iterator[None]:
 
 DEEPSPEED_FILE = {
     "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
-    "gradient_clipping": 1.0, "fp16": {"enabled": False}, "bf16": {"enabled": True},
+    "gradient_clipping": 1.0, "fp16": {"enabled": False, "loss_scale": 0}, "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
     "scheduler": {
         "type": "WarmupDecayLR",

@@ -138,6 +138,8 @@ def _wrong_values(name: str, model: Any, section: Section) -> Iterator[Problem]:
             value = f" cannot be {mistake['input']!r:.80}" if mistake["loc"] and mistake["type"] != "missing" else ""
             if mistake["type"] != "extra_forbidden":
                 yield path, f"{path}{value}: {mistake['msg']}"
+    except OverflowError as error:  # DeepSpeed computes with some values while it checks them
+        yield name, f"{name}: {error}"
 
 
 def _refused_schedule(schedule: FileSchedule) -> Iterator[Problem]:
