@@ -42,9 +42,15 @@ def way_out(flags: str) -> tuple[str, str]:
     return command[command.index("--train-iters") :], note
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "saved"])
 @pytest.mark.parametrize(
-    "more", ["", "--validation-fraction 0", "--max-train-samples 40", "--validation-fraction 0.25"]
+    ("kind", "more"),
+    [
+        *(
+            ("csv", more)
+            for more in ("--validation-fraction 0", "--max-train-samples 40", "--validation-fraction 0.25")
+        ),
+        *((kind, "") for kind in ("csv", "jsonl", "parquet", "saved")),
+    ],
 )
 def test_iterations_are_those_of_the_epochs(kind: str, more: str, tmp_path: Path) -> None:
     write(tmp_path, kind)

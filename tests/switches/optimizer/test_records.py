@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from rapidformer_templates.planning.optimizers import (
     ELEMENTWISE_OF_TORCH,
     OPTIMIZERS,
     OptimizerClass,
-    OptimizerFacts,
     updates_elementwise,
     updates_in_chunks,
 )
@@ -83,11 +81,6 @@ def _draw_gradients(model: nn.Module, step: int) -> None:
 
 
 # The records
-
-
-@pytest.mark.parametrize("record", [OptimizerFacts, OptimizerClass])
-def test_no_field_of_a_record_can_be_forgotten(record: type) -> None:
-    assert [f.name for f in fields(record) if f.default is not MISSING or f.default_factory is not MISSING] == []
 
 
 def test_the_flag_has_the_names_of_the_records() -> None:

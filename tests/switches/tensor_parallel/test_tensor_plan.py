@@ -12,6 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForSeq
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.layout.tensor_plan import check_sizes, tensor_plan_of
 from rapidformer_templates.switches.layout.tensor_styles import KNOWN, PLANS, styles_in_transformers
+from tests.support.messages import Says
 from tests.support.requests import CPU, GPUS, codes
 from tests.support.tensor_jobs import MODELS
 from tests.support.tensor_plans import shard_dims
@@ -77,44 +78,25 @@ def _bloom() -> nn.Module:
         return BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (_bloom, "BloomForCausalLM has no tensor plan"),
-        (Own, "Own has no tensor plan"),
-        (lambda: Own({"blocks.*.up": "colwise"}), "Own has no tensor plan"),
-        (lambda: Own({"layers.*.up": "diagonal"}), "styles that are not known here: diagonal"),
-        (lambda: Own({"layers.*": "colwise"}), None),
-    ],
-)
-def test_a_model_without_a_plan_that_can_be_followed_is_refused(model: Any, message: str | None) -> None:
-    built = model()
-    if message is None:  # the style of a container divides nothing
-        assert not tensor_plan_of(built).divisions
-        return
-    with pytest.raises(ModelError, match=message):
-        tensor_plan_of(built)
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    model = _meta("llama")
-    check_sizes(model, tensor_plan_of(model), 4)
-    with pytest.raises(ModelError, match="8 attention heads cannot be divided over 3 workers"):
-        check_sizes(model, tensor_plan_of(model), 3)
-    with pytest.raises(ModelError, match="4 key-value heads cannot be divided over 8 workers"):
-        check_sizes(model, tensor_plan_of(model), 8)
+def test_a_model_without_a_plan_that_can_be_followed_is_refused(says: Says) -> None:
+    for model in (_bloom(), Own(), Own({"blocks.*.up": "colwise"}), Own({"layers.*.up": "diagonal"})):
+        with says(ModelError):
+            tensor_plan_of(model)
+    assert not tensor_plan_of(Own({"layers.*": "colwise"})).divisions  # the style of a container divides nothing
+    llama = _meta("llama")
+    check_sizes(llama, tensor_plan_of(llama), 4)
+    for workers in (3, 8):
+        with says(ModelError):
+            check_sizes(llama, tensor_plan_of(llama), workers)
 
 
 @pytest.mark.parametrize(("kind", "styles"), [("llama", True), ("gpt_neox", True), ("bert", False), ("gpt2", False)])
 def test_styles_are_read_without_importing_transformers(kind: str, styles: bool) -> None:
+    assert styles_in_transformers("my-own-kind") is None
     found = styles_in_transformers(kind)
     assert found is not None
     assert bool(found) is styles
     assert found <= KNOWN
-
-
-def test_an_architecture_of_elsewhere_is_not_judged() -> None:
-    assert styles_in_transformers("my-own-kind") is None
 
 
 @pytest.mark.parametrize(
