@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
-from tests.support import mixtures, parity
-from tests.support.selection import by_default, selected
-from tests.support.worker_pool import run_in_workers
+from tests.support import mixtures
+from tests.support.parity import assert_close, assert_follows, observed, reference
+from tests.support.selection import by_default
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
@@ -18,100 +15,56 @@ STEPS = (
     "--train-iters 3 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
     " --optimizer adamw_torch --num-experts 4 --moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02 --lora-rank 3"
 )
-EVERYTHING, EXPERTS = "all-linear,experts,gate", "experts"
-CONTEXT, PIPELINE, TENSOR, GROUPS = (
-    "--context-parallel-size 2",
-    "--pipeline-model-parallel-size 2",
-    "--tensor-model-parallel-size 2",
-    "--expert-model-parallel-size 2",
+CONTEXT, PIPELINE = "--context-parallel-size 2", "--pipeline-model-parallel-size 2"
+TENSOR, GROUPS = "--tensor-model-parallel-size 2", "--expert-model-parallel-size 2"
+FSDP, DIVIDED = "--fsdp-memory-optimization", "--expert-parallel"
+ALL_OF_MIXTRAL = (  # adapters on all linear layers, experts and gates
+    "--micro-batch-size 1",
+    f"--micro-batch-size 1 {FSDP} --checkpoint-activations",
+    f"--micro-batch-size 1 {FSDP} --quantize-base int4",
+    "--micro-batch-size 2 --oss-sdp-memory-optimization",
+    "--micro-batch-size 2 --zero-1-memory-optimization",
+    "--micro-batch-size 1 --zero-2-memory-optimization",
+    "--micro-batch-size 1 --zero-3-memory-optimization",
+    f"--micro-batch-size 2 {TENSOR} --zero-2-memory-optimization",
+    f"--micro-batch-size 2 {TENSOR} --sequence-parallel",
+    f"--micro-batch-size 1 {PIPELINE} --checkpoint-activations",
+    f"--micro-batch-size 2 {CONTEXT} --zero-1-memory-optimization",
+    f"--micro-batch-size 1 {DIVIDED}",
+    f"--micro-batch-size 2 {TENSOR} {DIVIDED}",
+    f"--micro-batch-size 2 {GROUPS} --zero-2-memory-optimization",
+    f"--micro-batch-size 1 {GROUPS} {FSDP}",
+    f"--micro-batch-size 2 {CONTEXT} {GROUPS}",
+    f"--micro-batch-size 2 {PIPELINE} {GROUPS}",
 )
-LAYOUTS = {  # name: (kind, modules with adapters, fp64, flags)
-    "ddp": ("mixtral", EVERYTHING, True, "--micro-batch-size 1"),
-    "fsdp": ("mixtral", EVERYTHING, True, "--micro-batch-size 1 --fsdp-memory-optimization --checkpoint-activations"),
-    "fsdp, int4": (
-        "mixtral", EVERYTHING, True, "--micro-batch-size 1 --fsdp-memory-optimization --quantize-base int4",
+EXPERTS_ALONE = {
+    "qwen3-moe": (
+        f"--micro-batch-size 2 {FSDP} --fsdp-shard-size 2 --quantize-base int8",
+        f"--micro-batch-size 2 {PIPELINE} {TENSOR}",
+        f"--micro-batch-size 1 {GROUPS} --checkpoint-activations",
+        f"--micro-batch-size 2 {DIVIDED} {FSDP}",
     ),
-    "copies of shards, int8": (
-        "qwen3-moe", EXPERTS, True,
-        "--micro-batch-size 2 --fsdp-memory-optimization --fsdp-shard-size 2 --quantize-base int8",
-    ),
-    "oss-sdp": ("qwen3-moe", EVERYTHING, True, "--micro-batch-size 2 --oss-sdp-memory-optimization"),
-    "zero-1": ("mixtral", EVERYTHING, False, "--micro-batch-size 2 --zero-1-memory-optimization"),
-    "zero-2": ("mixtral", EVERYTHING, False, "--micro-batch-size 1 --zero-2-memory-optimization"),
-    "zero-3": ("mixtral", EVERYTHING, False, "--micro-batch-size 1 --zero-3-memory-optimization"),
-    "shards": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {TENSOR} --zero-2-memory-optimization"),
-    "stretches": ("qwen3-moe", EVERYTHING, True, f"--micro-batch-size 2 {TENSOR} --sequence-parallel"),
-    "stages": ("mixtral", EVERYTHING, True, f"--micro-batch-size 1 {PIPELINE} --checkpoint-activations"),
-    "stages, only experts": ("mixtral", EXPERTS, True, f"--micro-batch-size 1 {PIPELINE} --use-distributed-optimizer"),
-    "stages and shards": ("qwen3-moe", EXPERTS, True, f"--micro-batch-size 2 {PIPELINE} {TENSOR}"),
-    "context": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {CONTEXT} --zero-1-memory-optimization"),
-    "one expert each": ("mixtral", EVERYTHING, True, "--micro-batch-size 1 --expert-parallel"),
-    "groups": ("qwen3-moe", EXPERTS, True, f"--micro-batch-size 1 {GROUPS} --checkpoint-activations"),
-    "groups, states divided": (
-        "mixtral", EVERYTHING, True, f"--micro-batch-size 2 {GROUPS} --zero-2-memory-optimization",
-    ),
-    "groups of shards": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {TENSOR} --expert-parallel"),
-    "groups, sharded": (
-        "mixtral", EVERYTHING, True, f"--micro-batch-size 1 {GROUPS} --fsdp-memory-optimization",
-    ),
-    "groups, all sharded over four": (
-        "qwen3-moe", EXPERTS, True, "--micro-batch-size 2 --expert-parallel --fsdp-memory-optimization",
-    ),
-    "groups of stretches of sequences": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {CONTEXT} {GROUPS}"),
-    "groups of stages": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {PIPELINE} {GROUPS}"),
-}  # fmt: skip
-DEFAULT = ("stages, only experts", "groups, sharded")
+    "mixtral": (f"--micro-batch-size 1 {PIPELINE} --use-distributed-optimizer",),
+}
+LAYOUTS = [("mixtral", "all-linear,experts,gate", flags) for flags in ALL_OF_MIXTRAL]
+LAYOUTS += [(kind, "experts", flags) for kind, several in EXPERTS_ALONE.items() for flags in several]
+DEFAULT = [LAYOUTS[-1], ("mixtral", "all-linear,experts,gate", f"--micro-batch-size 1 {GROUPS} {FSDP}")]
 """The covering table has adapters in mixtures under ZeRO-3."""
-PARAMETERS = by_default(DEFAULT, LAYOUTS)
 
 
-def _flags(layout: str) -> tuple[str, bool, str]:
-    kind, targets, double, flags = LAYOUTS[layout]
-    return _job(kind, flags), double, f"{STEPS} --lora-target-modules {targets} {flags}"
-
-
-def _job(kind: str, flags: str) -> str:
-    """Return a model with four blocks for stages, otherwise one with two."""
-    return f"{kind}-wide" if PIPELINE in flags else f"{kind}-shallow"
-
-
-def _reference(layout: str) -> parity.Trained:
-    """Train in one process, with one micro batch per step."""
-    kind, targets, double, flags = LAYOUTS[layout]
-    coding = flags.partition("--quantize-base ")[2]
-    whole = f"{STEPS} --lora-target-modules {targets} --micro-batch-size 8"
-    whole += f" --quantize-base {coding}" if coding else ""
-    return parity.reference(_job(kind, flags), double, whole, lr="1e-2")
-
-
-def _in_four_workers(workers: Any, layouts: list[str]) -> dict[str, parity.Trained]:
-    return {layout: parity.train(*_flags(layout), lr="1e-2") for layout in layouts}
-
-
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> dict[str, parity.Trained]:
-    return run_in_workers(4, _in_four_workers, selected(request, "layout"))[0]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("layout", PARAMETERS)
-def test_layout_follows_one_process(layout: str, runs: Any) -> None:
-    found, wanted, double = runs[layout], _reference(layout), LAYOUTS[layout][2]
-    within = {"rtol": 1e-10, "atol": 1e-10} if double else {"rtol": 1e-4, "atol": 1e-5}
-    values = [(run["curve"], run["evaluations"], mixtures.losses_of(run["lines"])) for run in (found, wanted)]
-    for one, other in zip(*values, strict=True):
-        assert len(one) > 0
-        torch.testing.assert_close(*(torch.tensor(each, dtype=torch.float64) for each in (one, other)), **within)
-    assert found["weights"].keys() == wanted["weights"].keys()
-    for name, weight in wanted["weights"].items():
-        assert "lora" in name
-        torch.testing.assert_close(found["weights"][name], weight, **within)
+@pytest.mark.parametrize(("kind", "targets", "flags"), by_default(DEFAULT, LAYOUTS))
+def test_layout_follows_one_process(kind: str, targets: str, flags: str) -> None:
+    job = f"{kind}-wide" if PIPELINE in flags else f"{kind}-shallow"  # four blocks for stages
+    divided = any(size in flags for size in (TENSOR, CONTEXT, GROUPS))
+    double = divided or "zero-" not in flags  # DeepSpeed's masters are in fp32
+    steps, coding = f"{STEPS} --lora-target-modules {targets}", flags.partition("--quantize-base ")[1:]
+    found = observed(4, job, double, f"{steps} {flags}", lr="1e-2")[0]
+    wanted = reference(job, double, f"{steps} --micro-batch-size 8 {''.join(coding)}", lr="1e-2")
+    within = (1e-10, 1e-10) if double else (1e-4, 1e-5)
+    assert_follows(found, wanted, *within)
+    assert_close(*(mixtures.losses_of(run["lines"]) for run in (found, wanted)), *within)
     load = "expert_load_by_layer"
     assert found["summary"]["receipts"][load] == wanted["summary"]["receipts"][load]
-
-
-@pytest.mark.parametrize("layout", PARAMETERS)
-def test_references_learn(layout: str) -> None:
-    reference = _reference(layout)
-    assert len({loss for loss, _ in reference["curve"]}) == 3
-    assert len(reference["evaluations"]) == 2
-    assert all(float(weight.abs().sum()) > 0 for weight in reference["weights"].values())
+    assert len({loss for loss, _ in wanted["curve"]}) == 3
+    assert len(wanted["evaluations"]) == 2
+    assert all("lora" in name and float(weight.abs().sum()) > 0 for name, weight in wanted["weights"].items())

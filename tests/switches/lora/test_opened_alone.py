@@ -17,10 +17,7 @@ from transformers import (
     BertForMaskedLM,
     BertForQuestionAnswering,
     BertForSequenceClassification,
-    BertForTokenClassification,
     BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -62,16 +59,13 @@ class Kind(NamedTuple):
 
 CAUSAL = ("AutoPeftModelForCausalLM", "AutoModelForCausalLM")
 SEQUENCES = ("AutoPeftModelForSequenceClassification", "AutoModelForSequenceClassification")
-TAGS = ("AutoPeftModelForTokenClassification", "AutoModelForTokenClassification")
 ANSWERS = ("AutoPeftModelForQuestionAnswering", "AutoModelForQuestionAnswering")
 TEXTS = ("AutoPeftModelForSeq2SeqLM", "AutoModelForSeq2SeqLM")
 T5 = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
 MIXTRAL = MixtralConfig(vocab_size=VOCABULARY, **SIZES, num_key_value_heads=2, num_local_experts=4)
-GPT2 = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
 
 
-SHORT = ("trained head", "classes", "masked")
-OTHERS = ("conv1d", "experts", "reward", "tags", "answers", "texts")
+SHORT, OTHERS = ("trained head", "classes", "masked"), ("experts", "reward", "answers", "texts")
 
 
 def kinds() -> dict[str, Kind]:
@@ -79,13 +73,11 @@ def kinds() -> dict[str, Kind]:
     llama = LlamaForCausalLM(LLAMA)
     return {
         "trained head": Kind(LlamaForCausalLM, llama, CAUSAL, flags="--lora-modules-to-save lm_head"),
-        "conv1d": Kind(GPT2LMHeadModel, GPT2LMHeadModel(GPT2), CAUSAL),
         "experts": Kind(
             MixtralForCausalLM, MixtralForCausalLM(MIXTRAL), CAUSAL, flags="--lora-target-modules all-linear,experts"
         ),
         "reward": Kind(LlamaForSequenceClassification, llama, SEQUENCES, labels=1),
         "classes": Kind(BertForSequenceClassification, BertModel(BERT), SEQUENCES, labels=3),
-        "tags": Kind(BertForTokenClassification, BertModel(BERT), TAGS, labels=3),
         "answers": Kind(BertForQuestionAnswering, BertModel(BERT), ANSWERS),
         "masked": Kind(BertForMaskedLM, BertForMaskedLM(BERT), ("AutoPeftModel", "AutoModelForMaskedLM")),
         "texts": Kind(T5ForConditionalGeneration, T5ForConditionalGeneration(T5), TEXTS),

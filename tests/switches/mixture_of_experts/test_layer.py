@@ -8,7 +8,13 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate, Rearrange, SparseFeedForward
+from rapidformer_templates.switches.mixture_of_experts.layer import (
+    Experts,
+    Gate,
+    Rearrange,
+    SparseFeedForward,
+    grouped_product,
+)
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 from tests.support.mixtures import output_of
 
@@ -85,3 +91,45 @@ def test_rearranging_has_the_gradient_of_indexing() -> None:
     rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: Rearrange.apply(x, order, back, 3), (rows,))
     torch.testing.assert_close(Rearrange.apply(rows, order, back, 3), rows[order // 3])
+
+
+def test_what_follows_changes_nothing_before_it() -> None:
+    """A causal model must not see in the dropped choices which tokens follow."""
+    torch.manual_seed(1)
+    gate = Gate(8, 4, 2, capacity_factor=0.75)
+    torch.nn.init.normal_(gate.weight)
+    rows = torch.randn(2, 12, 8)
+    other = torch.cat([rows[:, :7], torch.randn(2, 5, 8)], 1)
+    first, second = gate.route(gate(rows), None), gate.route(gate(other), None)
+    assert not first.is_kept.all()
+    assert torch.equal(first.is_kept[:, :7], second.is_kept[:, :7])
+
+
+def test_the_gate_computes_in_fp32_under_autocast() -> None:
+    gate = Gate(64, 4, 2)
+    torch.nn.init.normal_(gate.weight)
+    rows = torch.randn(2, 3, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = gate(rows)
+    torch.testing.assert_close(logits, rows @ gate.weight.T)
+
+
+COUNTS = [3, 0, 7, 1]
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("tail", [0, 5])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_products_and_gradients(dtype: torch.dtype, tail: int) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(sum(COUNTS) + tail, 16, dtype=dtype, requires_grad=True)
+    matrices = torch.randn(4, 16, 24, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(len(inputs), 24, dtype=dtype)
+    result = grouped_product(inputs, matrices, torch.tensor(COUNTS), all_routed=tail == 0)
+    got = [result, *torch.autograd.grad(result, [inputs, matrices], upstream)]
+    parts = [part @ matrix for part, matrix in zip(inputs.split([*COUNTS, tail]), matrices, strict=False)]
+    expected = torch.cat([*parts, inputs.new_zeros(tail, 24)])
+    wanted = [expected, *torch.autograd.grad(expected, [inputs, matrices], upstream)]
+    for value, reference in zip(got, wanted, strict=True):
+        assert value.dtype == dtype
+        torch.testing.assert_close(value, reference, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
