@@ -109,12 +109,3 @@ def test_a_global_batch_alone_is_not_accumulated_over_epochs(more: str, micro: i
     notes = [note for note in plan.notes if note.startswith("micro batch")]
     why = "--global-batch-size 32 / 2 data-parallel, because a run by --epochs does not accumulate (RF006)"
     assert notes == ([] if more else [f"micro batch 16: {why}"])
-
-
-def test_a_micro_batch_that_needs_accumulation_is_refused() -> None:
-    with pytest.raises(Refused) as caught:
-        resolve(config_of("--epochs 3 --global-batch-size 32 --micro-batch-size 1"), on(CPU, world_size=2))
-    assert [diagnostic.rule for diagnostic in caught.value.diagnostics] == ["RF006"]
-    with pytest.raises(Refused) as caught:
-        resolve(config_of("--epochs 3 --global-batch-size 33"), on(CPU, world_size=2))
-    assert "RF030" in {diagnostic.rule for diagnostic in caught.value.diagnostics}

@@ -15,16 +15,14 @@ import pytest
 from rapidformer_templates.commands.explain import example_request
 from rapidformer_templates.commands.plan import PlanFlags
 from rapidformer_templates.errors import ModelError, Refused
-from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, Side, clash
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
-from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.planning.switch import Resource, Rule
+from rapidformer_templates.planning.switch import Rule
 from tests.support.messages import Says
-from tests.support.requests import CPU, GPUS, codes, config_of, on, with_switches
+from tests.support.requests import CPU, GPUS, codes, config_of, on
 from tests.support.selection import by_default
 
 R_AND_M = {"RF004": "[R, M]", "RF009": "[M]", "RF010": "[M]", "RF014": "[M]"}
@@ -223,31 +221,3 @@ def test_flag_that_acts_only_with_another_is_refused_alone(
 
 def test_one_expert_is_a_mixture() -> None:
     assert codes("--num-experts 1 --moe-top-k 1", CPU) == []
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "message", "asked"),
-    [
-        ("tf32", "fsdp", "tf32 does not work together with fsdp", "--tf32 (test)"),
-        ("tf32", PARTITIONING, "tf32 does not work together with fsdp", "--tf32 (test)"),
-        ("tf32", Resource.PARAMETERS, "tf32 does not work together with fsdp", "--tf32 (test)"),
-        ("tf32", ("oss", "fsdp"), "tf32 does not work together with fsdp", "--tf32 (test)"),
-        ("tf32", {"fsdp": "cuts"}, "tf32 does not work together with fsdp, which cuts", "--tf32 (test)"),
-        (lambda switch: switch.name == "fsdp", "tf32", "fsdp does not work together with tf32", None),
-    ],
-)
-def test_pairs_of_both_sides_are_found(one: Side, other: Side, message: str, asked: str | None) -> None:
-    request = build_request(with_switches(["tf32", "fsdp"]), on(GPUS, template="Trainer"), REGISTRY.switches)
-    [found] = clash(request, one, other)
-    assert found.message == message
-    assert asked is None or found.asked[0] == asked
-    assert set(found.switches) == {"tf32", "fsdp"}
-
-
-def test_pair_may_be_named_the_other_way_round_and_needs_both() -> None:
-    request = build_request(with_switches(["tf32", "fsdp"]), GPUS, REGISTRY.switches)
-    [found] = clash(request, "tf32", "fsdp", message=TOGETHER_REVERSED)
-    assert found.message == "fsdp does not work together with tf32"
-    assert found.switches == ("tf32", "fsdp")
-    alone = build_request(REGISTRY.complete(config_of("--tf32")), GPUS, REGISTRY.switches)
-    assert clash(alone, "tf32", "fsdp") == []

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -25,6 +23,7 @@ from rapidformer_templates.switches.flash_attention.kernels import (
     packed_attention,
 )
 from tests.support import compiled_jobs as _jobs  # noqa: F401 - registers them
+from tests.support.made import Made
 from tests.support.messages import Says
 from tests.support.packed_rows import _gradients, _loss, _model, _packed_batch, _samples
 from tests.support.parity import EXACT, assert_close, assert_follows, reference, train
@@ -99,20 +98,6 @@ def test_operators_keep_torchs_contract() -> None:
     torch.library.opcheck(kernels._backward_on_cpu, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-class _Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that was made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        made = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        self.elements = max(self.elements, *made, 0)
-        return out
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
 def test_a_model_computes_the_samples_alone_without_a_mask(kind: str) -> None:
     model = _model(kind).train()
@@ -143,9 +128,9 @@ def test_no_matrix_of_tokens_by_tokens_is_made(name: str, has_matrix: bool) -> N
         "input_ids": torch.randint(2, 90, (rows, tokens)),
         "position_ids": torch.arange(tokens).remainder(64).expand(rows, -1),
     }
-    with _Largest() as seen:
+    with Made() as seen:
         model.transformer(**batch)
-    assert (seen.elements >= rows * tokens * tokens) == has_matrix
+    assert (seen.largest >= rows * tokens * tokens) == has_matrix
 
 
 def test_short_windows_keep_their_mask() -> None:

@@ -20,7 +20,7 @@ from rapidformer_templates.planning.schedules import OF_SCHEDULES, SHAPING, STYL
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import CausalJob
 from tests.support.messages import Says
-from tests.support.requests import CPU, codes, config_of
+from tests.support.requests import CPU, config_of
 
 LR, STEPS, WARMUP = 0.5, 40, 6
 FLOOR = {"min_lr": 0.05}
@@ -126,23 +126,6 @@ def test_the_rates_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
     logged = [line["lr"] for line in read_metrics(tmp_path / "metrics.jsonl") if "lr" in line]
     options = {"num_decay_steps": 4, "min_lr_ratio": 0.1}
     assert logged == pytest.approx(rates_of(theirs.get_wsd_schedule, "warmup_stable_decay", options, 3, 12), abs=1e-15)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--lr-power 2",
-        "--lr-decay-style constant --lr-num-cycles 2",
-        "--lr-decay-style cosine --lr-wsd-decay-iters 5",
-        "--lr-decay-style inverse_sqrt --min-lr 1e-6",
-        "--lr-decay-style constant_with_warmup --lr-decay-iters 10",
-        "--lr-decay-style polynomial --lr 1e-3 --min-lr 1e-3",
-        "--lr-decay-style warmup_stable_decay --lr-warmup-iters 6 --lr-wsd-decay-iters 5 --train-iters 10",
-        "--lr-decay-style warmup_stable_decay --lr-wsd-decay-iters 11 --lr-decay-iters 10 --train-iters 20",
-    ],
-)
-def test_what_does_not_act_or_fit_is_refused(flags: str) -> None:
-    assert codes(flags) == ["RF099"]
 
 
 def test_what_acts_is_not_refused() -> None:

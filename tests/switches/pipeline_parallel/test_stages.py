@@ -11,30 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
-from transformers import (
-    AlbertConfig,
-    AlbertForMaskedLM,
-    BertConfig,
-    BertForMaskedLM,
-    BloomConfig,
-    BloomForCausalLM,
-    DebertaV2Config,
-    DebertaV2ForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import RapidformerError
@@ -43,6 +24,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.layout.pipeline import StageRunner, cut_into_stages
 from rapidformer_templates.switches.layout.schedule import Action, Kind, compute_schedule, with_transfers
 from rapidformer_templates.system.workers import Workers
+from tests.support.architectures import tiny
 from tests.support.messages import Says
 
 COSTS = st.integers(0, 6)
@@ -181,7 +163,7 @@ def test_orders_are_those_of_torch(workers: int, per_worker: int, microbatches: 
 
 # The stages of a model, run in turn in one process, equal the model.
 
-V = 67
+V = 64
 SIZES = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -218,29 +200,16 @@ class Own(nn.Module):
         return SimpleNamespace(logits=self.head(x * self.scale), loss=None)
 
 
+MASKED = transformers.AutoModelForMaskedLM
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"]}
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=V,
-            n_positions=64,
-            n_embd=16,
-            n_layer=4,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    ),
-    "bert": lambda: BertForMaskedLM(BertConfig(**SIZES, **NO_DROPOUT, intermediate_size=32)),
-    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=32, tie_word_embeddings=True)),
-    "bloom": lambda: BloomForCausalLM(  # its blocks also return attention weights
-        BloomConfig(vocab_size=V, hidden_size=16, n_layer=4, n_head=2, hidden_dropout=0.0, attention_dropout=0.0)
-    ),
-    "opt": lambda: OPTForCausalLM(  # names its final norm before its blocks
-        OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=16, dropout=0.0, max_position_embeddings=64)
-    ),
-    "deberta": lambda: DebertaV2ForMaskedLM(  # gives every block an embedding of relative positions
-        DebertaV2Config(**SIZES, **NO_DROPOUT, intermediate_size=32, relative_attention=True, pos_att_type=["p2c"])
+    "gpt2": lambda: tiny("gpt2", blocks=4, may_skip=False),
+    "bert": lambda: tiny("bert", MASKED, blocks=4, may_skip=False),
+    "gemma": lambda: tiny("gemma", blocks=4, may_skip=False),  # its head is tied to its embedding
+    "bloom": lambda: tiny("bloom", blocks=4, may_skip=False),  # its blocks also return attention weights
+    "opt": lambda: tiny("opt", blocks=4, may_skip=False),  # names its final norm before its blocks
+    "deberta": lambda: transformers.DebertaV2ForMaskedLM(  # gives every block an embedding of relative positions
+        transformers.DebertaV2Config(**SIZES, **NO_DROPOUT, **RELATIVE, intermediate_size=32)
     ),
     "own": Own,
     "own-around": lambda: Own("around"),
@@ -309,27 +278,10 @@ def test_the_stages_are_the_model(kind: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_a_stage_has_its_blocks_and_ends_under_their_own_names() -> None:
-    whole = MODELS["gpt2"]()
-    first, last = (_cut(copy.deepcopy(whole), rank) for rank in range(2))
-    assert list(first.blocks) == ["transformer.h.0", "transformer.h.1"]
-    assert list(last.blocks) == ["transformer.h.2", "transformer.h.3"]
-    assert {n for n, _ in first.model.named_parameters() if ".h." not in n} == {
-        "transformer.wte.weight",
-        "transformer.wpe.weight",
-    }
-    assert {n for n, _ in last.model.named_parameters() if ".h." not in n} == {
-        "transformer.ln_f.weight",
-        "transformer.ln_f.bias",
-        "lm_head.weight",
-    }
-    # The head's matrix is the embedding's matrix and is saved under the embedding's name.
-    assert last.placement.names == {"lm_head.weight": "transformer.wte.weight"}
-    assert first.placement.stages == last.placement.stages == {"transformer.wte.weight": (0, 1)}
-
-
 def test_a_heavy_head_leaves_its_stage_fewer_blocks() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=900, n_embd=16, n_layer=8, n_head=2, tie_word_embeddings=False))
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=900, n_embd=16, n_layer=8, n_head=2, tie_word_embeddings=False)
+    )
     sizes = [len(_cut(copy.deepcopy(model), rank, workers=4).blocks) for rank in range(4)]
     assert sum(sizes) == 8
     assert sizes[0] < sizes[1]
@@ -337,7 +289,7 @@ def test_a_heavy_head_leaves_its_stage_fewer_blocks() -> None:
 
 
 def test_hidden_states_have_the_places_that_they_have_in_the_whole_model() -> None:
-    whole = MODELS["llama-tied"]().eval()
+    whole = MODELS["gemma"]().eval()
     batch = _batch()
     expected = whole(**batch, output_hidden_states=True).hidden_states
     seen: list[Any] = []
@@ -356,22 +308,25 @@ def test_hidden_states_have_the_places_that_they_have_in_the_whole_model() -> No
         torch.testing.assert_close(mine, theirs)
 
 
-T5 = T5Config(vocab_size=V, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
-EXPERTS = {"intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+def _with_router_losses() -> nn.Module:
+    model: Any = tiny("mixtral", blocks=4, may_skip=False)
+    model.config.output_router_logits = True
+    return model
+
+
+T5 = transformers.T5Config(
+    vocab_size=V, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+)
 REFUSED: dict[str, Callable[[], object]] = {
     "no blocks": lambda: _cut(nn.Linear(4, 4), 0),
-    "one shared block": lambda: _cut(
-        AlbertForMaskedLM(AlbertConfig(vocab_size=V, hidden_size=16, num_attention_heads=2, intermediate_size=32)), 0
-    ),
+    "one shared block": lambda: _cut(tiny("albert", MASKED, may_skip=False), 0),
     "4 blocks for 3 workers": lambda: _cut(MODELS["gpt2"](), 0, workers=3),
     "no room for the head": lambda: _cut(MODELS["gpt2"](), 0, workers=4),
     "too many blocks": lambda: _cut(MODELS["gpt2"](), 0, pipeline_stages="3,2"),
-    "encoder and decoder": lambda: _cut(T5ForConditionalGeneration(T5), 0),
+    "encoder and decoder": lambda: _cut(transformers.T5ForConditionalGeneration(T5), 0),
     "something between the blocks": lambda: _cut(Own("between"), 0),
     # The balancing loss of experts is a mean over all blocks, but a stage has only some of them.
-    "a loss of what blocks keep aside": lambda: _cut(
-        MixtralForCausalLM(MixtralConfig(**SIZES, **EXPERTS, use_cache=False)), 0
-    ),
+    "a loss of what blocks keep aside": lambda: _cut(_with_router_losses(), 0),
     "two calls": lambda: _cut(MODELS["gpt2"](), 0, lambda model: _loss(model) + _loss(model)),
     "no call": lambda: _cut(MODELS["gpt2"](), 0, lambda model: torch.ones((), requires_grad=True)),
 }
@@ -386,6 +341,6 @@ def test_what_cannot_be_cut_is_refused(name: str, says: Says) -> None:
 def test_a_hook_that_calls_the_model_twice_later_on(says: Says) -> None:
     """The first sample need not show it."""
     last = _cut(MODELS["gpt2"](), 1)
-    hidden = torch.zeros(3, 7, 16)
+    hidden = torch.zeros(3, 7, 32)
     with says(RapidformerError):
         StageRunner(last, begins=False, ends=True).run(0, hidden, lambda: _loss(last.model) + _loss(last.model))
