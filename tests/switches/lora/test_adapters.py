@@ -15,7 +15,7 @@ from rapidformer_templates.errors import CheckpointError, ModelError
 from tests.support.adapters import Recording, train_by_hand
 from tests.support.jobs import ClassJob, PretrainedJob
 from tests.support.messages import Says
-from tests.support.parity import Trained, trained
+from tests.support.parity import Trained, assert_follows, trained
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
@@ -79,8 +79,7 @@ def test_a_base_in_half_the_bytes_trains_to_the_same_bits(base: Path) -> None:
     """Autocast rounds the same weights to the same bits before each product."""
     whole = run(base, None, "--mixed-precision bf16")
     half = run(base, None, "--mixed-precision bf16 --quantize-base half")
-    assert half["curve"] == whole["curve"]
-    assert all(torch.equal(half["weights"][name], weight) for name, weight in whole["weights"].items())
+    assert_follows(half, whole, 0, 0)
     sizes = [found["summary"]["receipts"]["frozen_bytes"] for found in (half, whole)]
     layers = 2 * (16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 + 64 + 64 * 16 + 16)
     assert sizes[1] - sizes[0] == 2 * layers

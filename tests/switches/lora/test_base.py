@@ -12,18 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    DistilBertModel,
-)
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
@@ -88,10 +79,10 @@ def test_the_new_place_can_be_named(
         expected = json.loads((run / "summary.json").read_text())["metrics"]["eval_loss"]
         assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
     if command == "export":
-        plain = AutoModelForCausalLM.from_pretrained(run.parent / "moved")
+        plain = transformers.AutoModelForCausalLM.from_pretrained(run.parent / "moved")
         merged = PeftModel.from_pretrained(plain, run / "export").merge_and_unload()
         ids = torch.arange(4)[None]
-        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
         torch.testing.assert_close(found, merged(ids).logits, rtol=1e-5, atol=1e-6)
 
 
@@ -124,8 +115,12 @@ def test_a_base_that_nobody_reads_is_refused(words: str, run: Path, says: Says) 
 
 
 BODIES = {
-    "bert": lambda size: BertModel(BertConfig(**SIZES, vocab_size=size), add_pooling_layer=False),
-    "distilbert": lambda size: DistilBertModel(DistilBertConfig(dim=16, n_layers=1, n_heads=2, vocab_size=size)),
+    "bert": lambda size: transformers.BertModel(
+        transformers.BertConfig(**SIZES, vocab_size=size), add_pooling_layer=False
+    ),
+    "distilbert": lambda size: transformers.DistilBertModel(
+        transformers.DistilBertConfig(dim=16, n_layers=1, n_heads=2, vocab_size=size)
+    ),
 }
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 NEW = {"bert": "bert.pooler.dense", "distilbert": "pre_classifier"}
@@ -135,7 +130,7 @@ NEW = {"bert": "bert.pooler.dense", "distilbert": "pre_classifier"}
 @pytest.mark.parametrize("kind", BODIES)
 def test_layers_that_the_base_lacks_are_trained_and_exported(kind: str, bert_folder: Path, tmp_path: Path) -> None:
     """With frozen random values that no file contains, the export would be another model."""
-    tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bert_folder)
     torch.manual_seed(0)
     BODIES[kind](len(tokenizer)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -147,7 +142,7 @@ def test_layers_that_the_base_lacks_are_trained_and_exported(kind: str, bert_fol
     assert {name for name in weights if "lora" not in name} == {
         f"base_model.model.{module}.{part}" for module in (NEW[kind], "classifier") for part in ("weight", "bias")
     }
-    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
     by_peft = PeftModel.from_pretrained(base, tmp_path / "run/export").eval()
     ours: Any = open_saved(str(tmp_path / "run")).model
     batch = tokenizer(words(5, 1), return_tensors="pt")
@@ -157,7 +152,9 @@ def test_layers_that_the_base_lacks_are_trained_and_exported(kind: str, bert_fol
 
 def test_a_pretrained_layer_whose_name_ends_like_the_head_is_trained_whole_too() -> None:
     """peft would take pre_classifier for the head and for a layer with an adapter at once."""
-    model = DistilBertForSequenceClassification(DistilBertConfig(dim=16, n_layers=1, n_heads=2, vocab_size=9))
+    model = transformers.DistilBertForSequenceClassification(
+        transformers.DistilBertConfig(dim=16, n_layers=1, n_heads=2, vocab_size=9)
+    )
     targets = targets_of(model, "all-linear", None)
     assert targets.trained_whole == ["classifier", "pre_classifier"]
     assert not any("classifier" in name for name in targets.layers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import Measured
-from tests.support.jobs import OTHERS
-from tests.support.parallel_jobs import JOBS, begin
+from tests.support.parallel_jobs import JOBS
 from tests.support.parity import Trained, assert_close, trained, weights_apart
 from tests.support.requests import CPU, codes, config_of, on
 from tests.support.selection import by_default
@@ -150,38 +148,3 @@ def test_older_versions_of_torch_cannot_shard_codes(torch_version: str, refused:
     assert codes(f"--lora-rank 8 --quantize-base int8 {FSDP}", place) == refused
     assert codes("--lora-rank 8 --quantize-base int8", place) == []
     assert codes(f"--lora-rank 8 --quantize-base half --mixed-precision bf16 {FSDP}", place) == []
-
-
-RESUMED = (
-    "--train-iters 10 --save-interval 2 --global-batch-size 8 --lr 1e-2 --no-export-model"
-    f" --lora-rank 3 --lora-alpha 24 --quantize-base {FOUR}"
-)
-CHAIN = (
-    (2, f"--micro-batch-size 2 {FSDP}", 3),
-    (1, "--micro-batch-size 8 --resume", 5),
-    (4, f"--micro-batch-size 1 {FSDP} {PAIR} --resume", 7),
-    (2, f"--micro-batch-size 4 {FSDP} --resume", None),
-)
-"""Parts of a run: workers, flags, and the step after which it dies."""
-
-
-class Double(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
-    double = True
-
-
-OTHERS["gpt2-4-double"] = Double
-
-
-def _begin(workers: Any, folder: str, flags: str, dies_after: int | None) -> list[tuple[float, float]]:
-    return begin("gpt2-4-double", folder, f"{RESUMED} {flags}", dies_after)
-
-
-@pytest.mark.longer
-def test_checkpoints_move_to_one_process_and_back(tmp_path: Path) -> None:
-    curve: list[tuple[float, float]] = []
-    for workers, flags, dies_after in CHAIN:  # each part begins at the last checkpoint, one step before the death
-        arguments = str(tmp_path / "parts"), flags, dies_after
-        part = _begin(None, *arguments) if workers == 1 else run_in_workers(workers, _begin, *arguments)[0]
-        curve = [*curve[:-1], *part]
-    whole = _begin(None, str(tmp_path / "whole"), "--micro-batch-size 8", None)
-    torch.testing.assert_close(torch.tensor(curve), torch.tensor(whole), rtol=1e-9, atol=1e-11)

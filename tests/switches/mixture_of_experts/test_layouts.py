@@ -36,7 +36,6 @@ WITHIN = 1e-10, 1e-10
 """Bounds (rtol, atol) in fp64."""
 JOBS = {  # name: (job, flags of the mixture). Four blocks for stages, otherwise two
     "gpt2": ("causal", CAPACITY),
-    "deep gpt2": ("gpt2-4-tied", CAPACITY),
     "llama": ("llama-4-untied", f"{OURS} --moe-layer-interval 2"),
     "bert": ("masked", OURS),
     "mixtral": ("mixtral-shallow", THEIRS),
@@ -55,10 +54,7 @@ LAYOUTS = [  # (job, flags of the layout)
     GRADIENTS_DIVIDED,
     OF_A_CONTEXT,
     WHOLE_GROUPS,
-    ("deep gpt2", f"{PIPELINE} --micro-batch-size 1 {AGAIN}"),
     ("llama", f"{PIPELINE} --virtual-pipeline-size 2 --micro-batch-size 2 {SHARDED}"),
-    ("gpt2", f"{TENSOR} --micro-batch-size 2 {ZERO_2}"),
-    ("bert", f"{STRETCHES} --micro-batch-size 3"),
     ("gpt2", f"--context-parallel-size 4 --micro-batch-size 6 {AGAIN} {ZERO_2}"),
     ("qwen3", f"{CONTEXT} {STRETCHES} --micro-batch-size 6"),
     ("llama", f"{GROUPS} --micro-batch-size 3 --zero-1-memory-optimization --cpu-offload"),
@@ -70,7 +66,6 @@ LAYOUTS = [  # (job, flags of the layout)
     ("qwen3", f"--num-experts 4 {ALL} {CONTEXT} {STRETCHES} --micro-batch-size 6"),
     ("llama", f"{ALL} {CONTEXT} {RING} {PIPELINE} --micro-batch-size 2 {SHARDED}"),
     ("mixtral", f"--num-experts 4 {GROUPS} --micro-batch-size 1 {AGAIN} {ZERO_2}"),
-    ("mixtral", f"--num-experts 4 {TENSOR} {ALL} --micro-batch-size 3"),
     ("deep qwen3", f"{PIPELINE} {STRETCHES} {AGAIN} --micro-batch-size 4"),
 ]
 

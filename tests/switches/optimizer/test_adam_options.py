@@ -16,8 +16,8 @@ from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.jobs import CausalJob
-from tests.support.parity import Trained, assert_close, observed, reference, train, trained
-from tests.support.requests import CPU, codes, config_of, on
+from tests.support.parity import Trained, assert_close, assert_follows, observed, reference, train, trained
+from tests.support.requests import CPU, config_of, on
 from tests.support.selection import by_default
 
 STEPS = "--train-iters 4 --global-batch-size 8 --log-interval 1 --no-export-model --lr 1e-2"
@@ -50,8 +50,7 @@ def by_hook() -> Trained:
 def test_a_run_with_the_flags_is_torchs_with_its_options(by_hook: Trained) -> None:
     flags = f"{STEPS} --micro-batch-size 8 --optimizer adamw_torch"
     found = train("causal", False, f"{flags} {ADAM}", lr=None)
-    assert found["curve"] == by_hook["curve"]
-    assert all(torch.equal(found["weights"][name], weight) for name, weight in by_hook["weights"].items())
+    assert_follows(found, by_hook, 0, 0)
     plain = reference("causal", False, flags, lr=None)
     assert abs(plain["curve"][-1][0] - by_hook["curve"][-1][0]) > 0.01  # nats
 
@@ -83,19 +82,6 @@ def test_one_beta_leaves_the_other_as_it_was() -> None:
     plan = resolve(config_of("--adam-beta2 0.95"), on(CPU, packages={}))
     assert plan.optimizer_options == {"betas": (0.9, 0.95)}
     assert resolve(config_of(""), CPU).optimizer_options == {}
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--optimizer adafactor --adam-epsilon 1e-6",
-        "--optimizer lion --adam-epsilon 1e-6",
-        "--adam-beta1 1",
-        "--adam-beta2 1.5",
-    ],
-)
-def test_what_cannot_act_is_refused(flags: str) -> None:
-    assert codes(flags) == ["RF110"]
 
 
 @pytest.mark.distributed
@@ -149,10 +135,3 @@ def test_auto_of_a_deepspeed_file_is_filled_from_the_flags(tmp_path: Path) -> No
     assert options(auto, ADAM) == options({}, ADAM) == {"betas": BETAS, "eps": EPSILON}
     assert options({"betas": list(BETAS), "eps": EPSILON}) == {"betas": BETAS, "eps": EPSILON}
     assert options({"betas": list(BETAS), "eps": "auto"}, ADAM) == {"betas": BETAS, "eps": EPSILON}
-
-
-def test_a_deepspeed_file_that_says_otherwise_is_refused(tmp_path: Path) -> None:
-    content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}
-    (tmp_path / "ds.json").write_text(json.dumps(content))
-    asked = merge_file(config_of(f"--deepspeed-config {tmp_path / 'ds.json'} --adam-beta2 0.95"))
-    assert codes(asked, on(CPU, packages={"deepspeed": "any"})) == ["RF036"]

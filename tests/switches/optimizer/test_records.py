@@ -29,7 +29,7 @@ from rapidformer_templates.planning.optimizers import (
     updates_in_chunks,
 )
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.registry import REGISTRY, load_object
+from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.switches.optimizer.declaration import OptimizerFlags
 
 PAGE = Path(__file__).parents[3] / "docs/optimizers.md"
@@ -91,17 +91,6 @@ def test_the_flag_has_the_names_of_the_records() -> None:
 def test_each_type_of_a_deepspeed_file_has_one_record() -> None:
     types = [kind.lower() for facts in OPTIMIZERS.values() for kind in facts.deepspeed_types]
     assert len(types) == len(set(types)) == len(DEEPSPEED_TYPES)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_a_record_names_is_there(name: str) -> None:
-    facts = OPTIMIZERS[name]
-    assert facts.not_under <= {switch.name for switch in REGISTRY.switches}
-    assert facts.package is None or facts.package.install
-    if facts.groups:
-        assert callable(load_object(facts.groups))
-    if facts.fallback:
-        assert facts.fallback.rule == facts.implementation.rule
 
 
 def test_the_page_about_optimizers_has_every_record() -> None:
