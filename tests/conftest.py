@@ -60,7 +60,6 @@ TWO_AT_MOST = (
     "tests/run/test_streaming.py",
     "tests/run/test_trackers.py",
     "tests/switches/test_other_package.py",
-    "tests/switches/test_saves_memory.py",
     "tests/switches/torch_compile/test_blocks.py",
     "tests/switches/zero/",
 )

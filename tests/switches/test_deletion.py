@@ -7,13 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.planning.registry import REGISTRY
 from tests.support.selection import by_default
 
 SOURCE = Path(__file__).parents[2] / "src/rapidformer_templates"
@@ -99,39 +97,3 @@ def _importers(removed: str) -> list[str]:
 
 def test_no_other_module_needs_an_optional_switch() -> None:
     assert {removed: _importers(removed) for removed in OPTIONAL} == {removed: [] for removed in OPTIONAL}
-
-
-NAMED = {
-    ("frozen_parameters.py", "lora"): "adapters decide what is frozen",
-    ("mixture_of_experts/transform.py", "lora"): "adapters do not train new experts, which only the model shows",
-    ("offload_activations/declaration.py", "torch_compile"): "it declares the exclusion",
-    ("onnx_runtime/declaration.py", "flash_attention"): "it declares the exclusion",
-    ("onnx_runtime/declaration.py", "lora"): "it declares the exclusion",
-    ("optimizer/declaration.py", "distributed_optimizer.py"): "ZeRO in a 3D layout shards like it",
-    ("torch_compile/declaration.py", "dynamic_shape"): "the plan shows the number of shapes to compile",
-    ("torch_compile/declaration.py", "frozen_parameters.py"): "it declares the exclusion",
-    ("torch_compile/declaration.py", "lora"): "it declares the exclusion",
-    ("zero/declaration.py", "nvme_offload.py"): "DeepSpeed offloads gradients, too",
-}
-"""Switches that name an optional switch, and why. The planner names all of them."""
-
-
-def _names_of(removed: str) -> set[str]:
-    """Return the names of the switches of a file or folder, and those of their flags."""
-    module = f"rapidformer_templates.switches.{removed.removesuffix('.py')}"
-    switches = [s for s in REGISTRY.switches if f"{s.options.__module__}.".startswith(f"{module}.")]
-    return {name for switch in switches for name in (switch.name, *switch.fields)}
-
-
-def _naming() -> Iterator[tuple[str, str]]:
-    """Yield (module of a switch, optional switch that it names)."""
-    for path in (SOURCE / "switches").rglob("*.py"):
-        name = path.relative_to(SOURCE / "switches").as_posix()
-        texts = {node.value for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Constant)}
-        for removed in OPTIONAL:
-            if not name.startswith((removed, "auto_strategy")) and texts & _names_of(removed):
-                yield name, removed
-
-
-def test_a_switch_names_an_optional_one_only_for_a_reason() -> None:
-    assert set(_naming()) == NAMED.keys()

@@ -97,14 +97,6 @@ def test_it_acts_is_measured_predicted_and_can_fail(place: Path) -> None:
     assert "failed" not in run(place, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases)
 
 
-@pytest.mark.exhaustive
-def test_every_pair_with_it_follows_one_process(place: Path) -> None:
-    asked = ["tests/switches/test_pairs.py", "-m", "exhaustive", "-k", f"every_pair and {NAME}"]
-    said = run(place, "-m", "pytest", "-q", "-p", "no:cacheprovider", *asked)
-    assert "failed" not in said
-    assert "passed" in said
-
-
 @pytest.mark.slow
 def test_a_package_that_cannot_be_used_is_named(place: Path, tmp_path: Path) -> None:
     broken = tmp_path / "site"

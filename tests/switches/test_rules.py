@@ -6,39 +6,29 @@ import dataclasses
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rapidformer_templates.commands.explain import example_request
 from rapidformer_templates.commands.plan import PlanFlags
 from rapidformer_templates.errors import ModelError, Refused
-from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import Rule
+from tests.support.messages import Says
 from tests.support.requests import CPU, GPUS, codes, config_of, on
 from tests.support.selection import by_default
 
-DOCUMENTED = {  # SPEC §3, with the sources that it names
-    "RF001": "[R]",
-    "RF002": "[R]",
-    "RF003": "[R]",
-    "RF004": "[R, M]",
-    "RF005": "[R]",
-    "RF006": "[R]",
-    "RF007": "[R]",
-    "RF008": "[R]",
-    "RF009": "[M]",
-    "RF010": "[M]",
-    "RF011": "[D]",
-    "RF012": "[D]",
-    "RF013": "[S]",
-    "RF014": "[M]",
-    "RF015": "[R]",
-}
+R_AND_M = {"RF004": "[R, M]", "RF009": "[M]", "RF010": "[M]", "RF014": "[M]"}
+DOCUMENTED = {f"RF{number:03}": "[R]" for number in range(1, 16)} | R_AND_M
+DOCUMENTED |= {"RF011": "[D]", "RF012": "[D]", "RF013": "[S]"}
+"""The first rules, and the sources that SPEC §3 names."""
 
 
 @pytest.mark.parametrize("code", DOCUMENTED)
@@ -65,162 +55,26 @@ def test_example_breaks_its_rule_and_only_as_long_as_the_rule_is_there(rule: Rul
         assert rule.check(request)  # test_flash_attention_notes_padding checks the note itself
 
 
-REFUSED = [  # (code, flags, machine): in addition to the examples, the other ways to break a rule
-    ("RF001", "--mixed-precision", on(CPU, template=None)),
-    ("RF002", "--zero-1-memory-optimization", on(GPUS, template="Pretrainer")),
-    ("RF002", "--zero-2-memory-optimization", on(GPUS, template="Finetuner")),
-    ("RF003", "--pipeline-model-parallel-size 2", on(GPUS, template="Finetuner")),
-    ("RF004", "--pipeline-model-parallel-size 2 --oss-memory-optimization", GPUS),
-    ("RF004", "--tensor-model-parallel-size 2 --oss-sdp-memory-optimization", GPUS),
-    ("RF004", "--tensor-model-parallel-size 2 --zero-3-memory-optimization", GPUS),
-    ("RF005", "--cpu-offload --oss-memory-optimization", GPUS),
-    ("RF005", "--cpu-offload --oss-sdp-memory-optimization", GPUS),
-    ("RF005", "--cpu-offload --use-distributed-optimizer", GPUS),
-    ("RF006", "--epochs 1 --micro-batch-size 1 --global-batch-size 16", GPUS),
-    ("RF007", "--data-iterator dynamic-shape", on(CPU, template="Trainer")),
-    ("RF008", "--zero-1-memory-optimization --zero-2-memory-optimization", GPUS),
-    ("RF008", "--use-distributed-optimizer --zero-1-memory-optimization", GPUS),
-    ("RF009", "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4", GPUS),
-    ("RF010", "--pipeline-model-parallel-size 2 --num-layers 2", GPUS),
-    ("RF010", "--tensor-model-parallel-size 8 --num-attention-heads 12", GPUS),
-    ("RF011", "--nvme-path /local_nvme", GPUS),
-    ("RF012", "--cpu-offload --optimizer apex_lamb", GPUS),
-    ("RF012", "--nvme-path /d --zero-3-memory-optimization --optimizer lamb", GPUS),
-    ("RF012", "--cpu-offload --optimizer adamw_apex_fused", GPUS),
-    ("RF017", "--onnx-runtime-training --zero-3-memory-optimization", GPUS),
-    ("RF085", "--onnx-runtime-training --use-flash-attn", GPUS),
-    ("RF085", "--onnx-runtime-training --num-experts 4", GPUS),
-    ("RF085", "--onnx-runtime-training --pipeline-model-parallel-size 2", GPUS),
-    ("RF086", "--onnx-runtime-training --mixed-precision fp16", on(CPU, packages=GPUS.packages)),
-    ("RF087", "--onnx-runtime-training", on(CPU, packages={"onnxruntime": "1+cpu", "onnx": "1"})),
-    ("RF087", "--onnx-runtime-training", on(GPUS, packages=dict(GPUS.packages) | {"onnxruntime": "1+cpu"})),
-    ("RF018", "--tf32", on(GPUS, compute_capability=(7, 5))),
-    ("RF022", "--optimizer adamw_apex_fused", on(CPU, packages={"apex": "1"})),
-    ("RF023", "--optimizer adamw_bnb_8bit", on(GPUS, packages={})),
-    ("RF023", "--oss-memory-optimization", CPU),
-    ("RF025", "--optimizer lamb --fsdp-memory-optimization", CPU),
-    ("RF025", "--optimizer adamw_bnb_8bit --fsdp-memory-optimization", GPUS),
-    ("RF028", "--deepspeed-config ds.json", on(GPUS, template="Finetuner")),
-    ("RF034", "--resume", CPU),
-    ("RF022", "--optimizer adamw_apex_fused", CPU),
-    ("RF022", "--cpu-offload --optimizer adamw_bnb_8bit", on(GPUS, packages={"bitsandbytes": "0.49.2"})),
-    ("RF025", "--optimizer muon --zero-1-memory-optimization", GPUS),
-    ("RF025", "--optimizer adamw_torch_4bit --fsdp-memory-optimization", GPUS),
-    ("RF025", "--optimizer lamb --tensor-model-parallel-size 2", GPUS),
-    ("RF025", "--optimizer apex_lamb --use-distributed-optimizer", GPUS),
-    ("RF025", "--optimizer apex_lamb --pipeline-model-parallel-size 2 --zero-1-memory-optimization", GPUS),
-    ("RF062", "--fused-linear-cross-entropy --task question_answering", GPUS),
-    ("RF034", "--weights-only", CPU),
-    ("RF034", "--tokens-per-batch 4096", CPU),
-    ("RF034", "--max-shapes 0", CPU),
-    ("RF034", "--shape-multiple 1", CPU),
-    ("RF039", "--data-iterator dynamic-shape --task question_answering", on(CPU, template="Pretrainer")),
-    ("RF039", "--data-iterator dynamic-shape --keep-documents-apart", on(CPU, template="Pretrainer")),
-    ("RF039", "--data-iterator dynamic-shape --pack-sequences", on(CPU, template="Pretrainer")),
-    ("RF039", "--data-iterator dynamic-shape --group-by-length", on(CPU, template="Pretrainer")),
-    ("RF039", "--data-iterator dynamic-shape --no-group-by-length", on(CPU, template="Pretrainer")),
-    ("RF070", "--expert-parallel", CPU),
-    ("RF070", "--model-type gpt2 --expert-model-parallel-size 2", GPUS),
-    ("RF034", "--fsdp-shard-size 2", CPU),
-    ("RF225", "--fsdp-memory-optimization --fsdp-shard-size 1", GPUS),
-    ("RF225", "--fsdp-memory-optimization --fsdp-shard-size 16", GPUS),
-    ("RF034", "--moe-capacity-factor 1.25", CPU),
-    ("RF070", "--moe-z-loss-coeff 0.001 --model-type llama", CPU),
-    ("RF071", "--model-type mixtral --num-experts 4 --moe-layer-interval 2", CPU),
-    ("RF085", "--model-type mixtral --onnx-runtime-training", CPU),
-    ("RF073", "--num-experts 4 --moe-capacity-factor -1", CPU),
-    ("RF074", "--num-experts 4 --expert-parallel --zero-3-memory-optimization", CPU),
-    ("RF074", "--num-experts 4 --expert-parallel --oss-memory-optimization", CPU),
-    ("RF074", "--num-experts 4 --expert-model-parallel-size 2 --zero-3-memory-optimization", CPU),
-    ("RF025", "--num-experts 4 --expert-parallel --optimizer adafactor", CPU),
-    ("RF025", "--num-experts 4 --expert-parallel --use-distributed-optimizer --optimizer lamb", CPU),
-    ("RF025", "--num-experts 4 --expert-parallel --zero-1-memory-optimization --optimizer muon", CPU),
-    ("RF020", "--num-experts 6 --expert-model-parallel-size 4", GPUS),
-    ("RF020", "--model-type mixtral --num-experts 6 --expert-model-parallel-size 4", GPUS),
-    ("RF277", "--num-experts 6 --expert-model-parallel-size 3", GPUS),
-    ("RF277", "--num-experts 8 --expert-parallel --expert-model-parallel-size 2", GPUS),
-    ("RF020", "--num-experts 6 --expert-parallel --tensor-model-parallel-size 2", GPUS),
-    ("RF277", "--num-experts 8 --expert-model-parallel-size 8 --pipeline-model-parallel-size 2", GPUS),
-    ("RF099", "--lr 1e-4 --lr-decay-style constant --min-lr 1e-5", CPU),
-    ("RF099", "--lr-decay-style constant --lr-decay-iters 5", CPU),
-    ("RF099", "--train-iters 10 --lr-warmup-iters 11", CPU),
-    ("RF099", "--lr-decay-iters 10 --lr-warmup-iters 11 --train-iters 20", CPU),
-    ("RF098", "--metric-for-best wer --no-keep-best", CPU),
-]
+REQUESTS = tomllib.loads(Path(__file__).with_name("requests.toml").read_text(encoding="utf-8"))
 
+
+def _read(row: list[Any]) -> tuple[Any, ...]:
+    """Return (rule, flags, machine), or (flags, machine) of a request that is accepted."""
+    *first, place = row if isinstance(row[-1], str) else row[:-1]
+    facts = {} if isinstance(row[-1], str) else {name: None if x == "none" else x for name, x in row[-1].items()}
+    if "all_packages_and" in facts:
+        facts["packages"] = {**GPUS.packages, **facts.pop("all_packages_and")}
+    if isinstance(facts.get("compute_capability"), list):
+        facts["compute_capability"] = tuple(facts["compute_capability"])
+    return *first, on({"cpu": CPU, "gpus": GPUS}[place], **facts)
+
+
+REFUSED, ACCEPTED = ([_read(row) for row in REQUESTS[name]] for name in ("refused", "accepted"))
 SCHEDULES = [  # ways to break RF099 whose way out was empty or incomplete
     "--lr-warmup-iters 50 --lr-decay-iters 5 --train-iters 10",
     "--lr-warmup-samples 100 --lr-decay-iters 5",
     "--lr 1e-4 --min-lr 1e-4 --lr-decay-style polynomial",
     "--epochs 3 --micro-batch-size 1 --global-batch-size 16 --lr-warmup-iters 9 --lr-decay-iters 1",
-]
-
-ACCEPTED = [  # the nearest requests on the other side of each rule
-    ("--mixed-precision fp16", on(CPU, template="Finetuner")),
-    ("--fsdp-memory-optimization --fsdp-shard-size 2", CPU),
-    ("--fsdp-memory-optimization --fsdp-shard-size 4 --mixed-precision bf16", on(GPUS, template="Pretrainer")),
-    ("--zero-3-memory-optimization", GPUS),
-    ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", GPUS),
-    ("--tensor-model-parallel-size 2 --zero-1-memory-optimization", GPUS),
-    ("--pipeline-model-parallel-size 2 --zero-2-memory-optimization", GPUS),
-    ("--pipeline-model-parallel-size 2 --use-distributed-optimizer", GPUS),
-    ("--cpu-offload", on(CPU, template="Finetuner")),
-    ("--cpu-offload --zero-2-memory-optimization", GPUS),
-    ("--cpu-offload --zero-3-memory-optimization --optimizer adamw_torch", GPUS),
-    ("--train-iters 5 --micro-batch-size 4 --global-batch-size 16", CPU),
-    ("--epochs 1 --micro-batch-size 8 --global-batch-size 16", CPU),
-    ("--data-iterator dynamic-shape", on(CPU, template="Pretrainer")),
-    (
-        "--data-iterator dynamic-shape --tokens-per-batch 4096 --max-shapes 0 --shape-multiple 1 --task masked_lm",
-        on(CPU, template="Pretrainer"),
-    ),
-    ("--tensor-model-parallel-size 8", GPUS),
-    ("--pipeline-model-parallel-size 4 --num-layers 8", GPUS),
-    ("--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 768", GPUS),
-    ("--nvme-path /local_nvme --zero-3-memory-optimization", GPUS),
-    ("--sequence-parallel --tensor-model-parallel-size 2", GPUS),
-    ("--use-flash-attn", GPUS),
-    ("--onnx-runtime-training --oss-memory-optimization", GPUS),
-    ("--onnx-runtime-training --mixed-precision", GPUS),
-    (
-        "--onnx-runtime-training --checkpoint-activations",
-        on(CPU, packages=dict(GPUS.packages) | {"onnxruntime": "1+cpu"}),
-    ),
-    ("--tf32", on(GPUS, compute_capability=(8, 0))),
-    ("--tf32 --device cuda", on(GPUS, compute_capability=None)),
-    ("--mixed-precision fp16", on(GPUS, compute_capability=(7, 0))),
-    ("--num-experts 4", GPUS),
-    ("--num-experts 16 --moe-top-k 2", GPUS),
-    ("--num-experts 3", GPUS),
-    ("--num-experts 16 --expert-parallel --moe-capacity-factor 1.25 --moe-layer-interval 2", GPUS),
-    ("--num-experts 16 --expert-parallel --use-distributed-optimizer", GPUS),
-    ("--num-experts 4 --expert-parallel --tensor-model-parallel-size 2 --sequence-parallel", GPUS),
-    ("--num-experts 4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2", GPUS),
-    ("--num-experts 16 --expert-model-parallel-size 2 --zero-2-memory-optimization --cpu-offload", GPUS),
-    ("--num-experts 16 --expert-parallel --optimizer lamb", GPUS),
-    ("--model-type mixtral --expert-parallel", GPUS),
-    ("--model-type qwen2_moe --num-experts 4 --expert-model-parallel-size 2 --zero-1-memory-optimization", GPUS),
-    ("--num-experts 4 --zero-3-memory-optimization", GPUS),
-    ("--model-type mixtral --moe-loss-coeff 0.01", CPU),
-    ("--model-type mixtral --num-experts 4 --moe-top-k 1 --moe-ffn-hidden-size 64", CPU),
-    ("--deepspeed-config ds.json --pipeline-model-parallel-size 2 --zero-1-memory-optimization", GPUS),
-    ("--optimizer adamw_bnb_8bit", GPUS),
-    ("--optimizer adamw_bnb_8bit", on(CPU, packages={"bitsandbytes": "0.50.2"})),
-    ("--cpu-offload --optimizer adamw_torch_8bit", GPUS),
-    ("--optimizer muon --oss-memory-optimization", GPUS),
-    ("--optimizer adamw_anyprecision --zero-3-memory-optimization --cpu-offload", GPUS),
-    ("--fused-linear-cross-entropy --task masked_lm --zero-3-memory-optimization", GPUS),
-    ("--optimizer adafactor --oss-memory-optimization", GPUS),
-    ("--optimizer lamb", CPU),
-    ("--optimizer lamb --use-distributed-optimizer", GPUS),
-    ("--optimizer muon --pipeline-model-parallel-size 2 --zero-2-memory-optimization", GPUS),
-    ("--optimizer adamw_torch_4bit --use-distributed-optimizer", GPUS),
-    ("--lr 1e-4 --min-lr 1e-4 --lr-decay-iters 10 --lr-warmup-iters 10 --train-iters 20", CPU),
-    ("--lr-decay-style constant --lr-decay-iters 5 --lr-warmup-fraction 0.1", CPU),
-    ("--metric-for-best wer", CPU),
-    ("--metric-for-best utility --metric-for-best-mode min", CPU),
-    ("--seq-length 512 --max-position-embeddings 512", CPU),
-    ("", CPU),
 ]
 
 
@@ -324,12 +178,46 @@ def test_experts_are_read_from_the_model_folder(tmp_path: Path) -> None:
     assert codes(f"{folder} --num-experts 8 --moe-top-k 1", CPU) == ["RF071"]
 
 
-def test_broken_model_config_is_named(tmp_path: Path) -> None:
+def test_broken_model_config_is_named(tmp_path: Path, says: Says) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json is not JSON"):
+    with says(ModelError):
         resolve(config_of(f"--pretrained-model-name-or-path {tmp_path}"), CPU)
 
 
 def test_every_broken_rule_is_told_at_once() -> None:
     flags = "--tf32 --zero-2-memory-optimization --fsdp-memory-optimization --global-batch-size 3"
     assert codes(flags, on(CPU, template="Finetuner"), REGISTRY) == ["RF002", "RF008", "RF018", "RF023", "RF030"]
+
+
+# Flags that act only with another flag, and switches that exclude each other.
+
+COMPANIONS = [
+    (declared, *declared.metadata["only_with"])
+    for declared in REGISTRY.complete(RunConfig()).fields()
+    if declared.metadata.get("only_with")
+]
+
+
+def _value(declared: dataclasses.Field[Any]) -> Any:
+    """Return a value of the field that is not its default."""
+    if declared.default is False:
+        return True
+    words = {"pipeline_stages": "1,1", "lora_target_modules": "q_proj", "lora_modules_to_save": "head"}
+    words |= {"lora_variant": "dora", "quantize_base": "half"}
+    return words.get(declared.name) or {None: 1, 1: 2, 3: 4, 0.0: 0.5, "fp32": "bf16"}[declared.default]
+
+
+@pytest.mark.parametrize(("declared", "other", "value"), COMPANIONS, ids=lambda x: getattr(x, "name", ""))
+def test_flag_that_acts_only_with_another_is_refused_alone(
+    declared: dataclasses.Field[Any], other: str, value: Any
+) -> None:
+    alone = REGISTRY.complete(RunConfig()).replace("test", **{declared.name: _value(declared)})
+    with pytest.raises(Refused) as refused:
+        resolve(alone, CPU)
+    [found] = [each for each in refused.value.diagnostics if each.rule == "RF034"]
+    assert found.message == f"{spelling(declared.name)} has no effect without {spelling(other)}"
+    assert "RF034" not in codes(alone.replace("test", **{other: value}), CPU)
+
+
+def test_one_expert_is_a_mixture() -> None:
+    assert codes("--num-experts 1 --moe-top-k 1", CPU) == []

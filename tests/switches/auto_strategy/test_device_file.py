@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.switches.auto_strategy.device_file import (
@@ -32,8 +30,10 @@ from rapidformer_templates.switches.auto_strategy.step_seconds import (
     exchange_seconds,
     predict_seconds,
 )
-from rapidformer_templates.switches.auto_strategy.timing import GIVEN, find_hardware
+from rapidformer_templates.switches.auto_strategy.timing import ASSUMED, GIVEN, find_hardware
 from rapidformer_templates.switches.auto_strategy.trace import Phase, Product, Trace
+from tests.support.messages import Says
+from tests.support.plans import planned
 
 NARROW = {
     "fp32": PrecisionRates(tflops=0.1, kernel_seconds=2e-5, attention_tflops=0.02, activation_bandwidth=4.0),
@@ -46,6 +46,7 @@ FOUR = replace(
     memory_bandwidth=2.0,
     exchanges={kind: ExchangeRate(1e-4 * (i + 1), 0.5 * (i + 1)) for i, kind in enumerate(EXCHANGES)},
 )
+TINY = "--model-type gpt2 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
 DEVICE = DeviceFile("cpu", "A processor", 32.0, None, 0, (ONE, FOUR))
 
 
@@ -77,55 +78,47 @@ def in_rates(**values: object) -> Callable[[dict[str, Any]], object]:
     return lambda document: document["rates"][1].update(values)
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda document: document.update(format="another 1"), "its 'format' is not 'rapidformer device 2'"),
-        (without("rates"), "'rates' is missing"),
-        (lambda document: document.update(rates=[]), "'rates' is not a list with measurements"),
-        (lambda document: document.update(device=3), "'device' is 3"),
-        (lambda document: document.update(compute_capability="9.0"), "'compute_capability' is 9.0"),
-        (in_rates(memory_bandwidth=-1), "'memory_bandwidth' is -1, not a positive number"),
-        (in_rates(launch_seconds=float("nan")), "'launch_seconds' is nan, not a number"),
-        (in_rates(update_bandwidth="3"), "'update_bandwidth' is 3, not a number"),
-        (in_rates(precisions={"fp8": {}}), "'precisions' has 'fp8', which is not one of fp32, bf16, fp16"),
-        (in_rates(exchanges=[1]), "'exchanges' is not a mapping of mappings"),
-    ],
-)
-def test_damage_is_named(damage: Callable[[dict[str, Any]], object], reason: str, file: Path) -> None:
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another format": lambda document: document.update(format="another 1"),
+    "no rates": without("rates"),
+    "empty rates": lambda document: document.update(rates=[]),
+    "a number as the device": lambda document: document.update(device=3),
+    "a word as the capability": lambda document: document.update(compute_capability="9.0"),
+    "a negative rate": in_rates(memory_bandwidth=-1),
+    "no number": in_rates(launch_seconds=float("nan")),
+    "a word as a rate": in_rates(update_bandwidth="3"),
+    "an unknown precision": in_rates(precisions={"fp8": {}}),
+    "a list of exchanges": in_rates(exchanges=[1]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named(name: str, file: Path, says: Says) -> None:
     document = json.loads(file.read_text(encoding="utf-8"))
-    damage(document)
+    DAMAGES[name](document)
     file.write_text(json.dumps(document), encoding="utf-8")
-    with pytest.raises(ConfigError) as raised:
+    with says(ConfigError, FILE=file):
         read_device_file(str(file))
-    assert raised.value.message == f"cannot use {file}: {reason}"
-    assert "rapidformer bench calibrate" in str(raised.value.hint)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[1, 2]", b'{"format": "rapidformer device 2", "rates"'])
-def test_a_foreign_file_is_refused(content: bytes, file: Path) -> None:
+@pytest.mark.parametrize("content", [b"\xff\x00", b"[1, 2]", b'{"format": "rapidformer device 2", "rates"'])
+def test_a_foreign_file_is_refused(content: bytes, file: Path, says: Says) -> None:
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"cannot use .*device\.json"):
+    with says(ConfigError, FILE=file):
         read_device_file(str(file))
-
-
-def test_a_plan_names_a_file_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(shlex.split("plan --device-file nowhere.json")) == 2
-    assert "cannot use nowhere.json: No such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags",
     [
-        ("--device-kind h100-80gb", "--device-kind and --device-file both describe the devices"),
-        ("--device cuda", "describes cpu, not --device cuda"),
+        "--device-file nowhere.json",
+        "--device-file '{file}' --device-kind h100-80gb",
+        "--device-file '{file}' --device cuda",
+        "--device-kind h100-80gb --device cpu",
     ],
 )
-def test_a_file_is_the_only_description(
-    flags: str, message: str, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--device-file", str(file), *flags.split()]) == 2
-    assert message in capsys.readouterr().err
+def test_one_description_of_devices_that_is_there(flags: str, file: Path, says: Says) -> None:
+    says.command(f"plan {TINY} {flags.format(file=file)}", FILE=file)
 
 
 def seconds_with(file: Path, layout: Layout, precision: str = "fp32") -> Timing:
@@ -174,3 +167,42 @@ def test_an_exchange_is_its_delay_and_its_bytes(file: Path) -> None:
     assert find_hardware(Environment(local_world_size=4, device_file=str(file)), "fp32").memory_gb == 8  # of 32
     with pytest.raises(ConfigError, match="has no rates for fp16, only for fp32, bf16"):
         find_hardware(Environment(device_file=str(file)), "fp16")
+
+
+# Devices from a data sheet or from variables.
+
+
+def of_kind(name: str, precision: str = "bf16") -> dict[str, object]:
+    return vars(find_hardware(Environment(device="cuda", device_kind=name, device_origin="a name"), precision))
+
+
+def test_a_kind_is_its_data_sheet_times_what_training_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner assumes an A100 of 80 GB for every GPU whose kind the user does not name."""
+    found, assumed = of_kind("a100-80gb"), ASSUMED["cuda"]
+    assert found["memory_gb"] == 80
+    assert found["tflops"] == pytest.approx(assumed.tflops["bf16"], rel=0.01)
+    assert of_kind("a100-80gb", "fp32")["tflops"] == pytest.approx(assumed.tflops["fp32"], rel=0.01)
+    assert found["memory_bandwidth"] == pytest.approx(assumed.memory_bandwidth, rel=0.02)
+    assert found["attention_tflops"] == pytest.approx(assumed.attention_tflops, rel=0.01)
+    assert (found["intra_node"], found["inter_node"]) == (assumed.intra_node, assumed.inter_node)
+    assert of_kind("v100-32gb")["tflops"] == of_kind("v100-32gb", "fp32")["tflops"]  # no units for bf16
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "70")
+    assert of_kind("a100-80gb")["memory_gb"] == 70
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "gigabytes", "devices", "rate"),
+    [
+        ("", 4, ["GPUs (DEVICE_MEMORY_GB without --device; --device cpu plans for CPUs)"], "17.9"),
+        ("--device cpu", 4, [], "0.05"),
+        ("--device-kind l4-24gb", None, ["GPUs (--device-kind l4-24gb)"], "27.9"),
+    ],
+)
+def test_the_plan_says_which_devices_it_is_for(
+    flags: str, gigabytes: float | None, devices: list[str], rate: str
+) -> None:
+    more = f"--auto-strategy --micro-batch-size 1 --no-checkpoint-activations {TINY}"
+    assumed = planned(f"{more} {flags}", gigabytes)["assumed"]
+    assert [line for line in assumed if line.startswith("GPUs")] == devices
+    assert assumed[-2].startswith(f"{rate} TFLOP/s" if rate == "0.05" else rate)

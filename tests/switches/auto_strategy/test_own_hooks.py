@@ -25,6 +25,7 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import Variant
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.system.workers import Workers
+from tests.support.messages import Says
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
@@ -133,12 +134,9 @@ def run(
 SHARDED = (2, "--micro-batch-size 8 --use-distributed-optimizer")
 CASES = [
     SHARDED,
-    (1, "--micro-batch-size 8"),
     (1, "--micro-batch-size 4 --global-batch-size 8 --checkpoint-activations"),
     (1, "--micro-batch-size 8 --mixed-precision bf16 --keep-fp32-parameters"),
     (2, "--micro-batch-size 4 --global-batch-size 16 --pipeline-model-parallel-size 2"),
-    (2, "--micro-batch-size 8"),
-    (2, "--micro-batch-size 4 --global-batch-size 16 --zero-1-memory-optimization"),
 ]
 
 
@@ -159,12 +157,9 @@ def test_a_run_of_own_hooks_needs_what_is_predicted(workers: int, flags: str) ->
 
 OWN_OPTIMIZERS = [
     SHARDED,
-    (1, "--micro-batch-size 4 --global-batch-size 8"),
     (1, "--micro-batch-size 8 --mixed-precision bf16 --checkpoint-activations"),
     (2, "--micro-batch-size 4 --global-batch-size 16 --pipeline-model-parallel-size 2"),
-    (2, "--micro-batch-size 8"),
     (2, "--micro-batch-size 4 --fsdp-memory-optimization"),
-    (2, "--micro-batch-size 4 --oss-memory-optimization"),
     (2, "--micro-batch-size 4 --oss-sdp-memory-optimization"),
 ]
 
@@ -200,12 +195,11 @@ def test_the_engine_of_a_plan_for_gpus_uses_their_kernels(more: list[str], tmp_p
     assert peaks["cuda"] < 0.99 * peaks["cpu"]
 
 
-def test_layouts_that_an_own_optimizer_cannot_be_planned_for_are_refused() -> None:
+def test_layouts_that_an_own_optimizer_cannot_be_planned_for_are_refused(says: Says) -> None:
     job = OwnOptimizer(["--device", "cpu", "--lr", "1", "--no-save", "--zero-2-memory-optimization"])
     plan = resolve(job.config, detect("Trainer", "test", device="cpu", world_size=2))
-    with pytest.raises(ConfigError, match="DeepSpeed's engine needs values") as caught:
+    with says(ConfigError):
         planned_memory(job, HookModel(job, FlagModel), "build_optimizer()", plan)
-    assert "--use-distributed-optimizer" in str(caught.value.hint)
 
 
 class LossJob(Trainer):
@@ -238,8 +232,7 @@ class ValueJob(TaggerJob):
         return model
 
 
-def test_a_hook_that_reads_values_is_named() -> None:
+def test_a_hook_that_reads_values_is_named(says: Says) -> None:
     job = ValueJob(["--device", "cpu"])
-    with pytest.raises(ModelError, match=r"build_model\(\) cannot be planned") as caught:
+    with says(ModelError):
         Subject(job.config, gpu=False, source=HookModel(job, FlagModel))
-    assert "shapes but no values" in str(caught.value.hint)

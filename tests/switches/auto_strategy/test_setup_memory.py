@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,17 +16,17 @@ from torch.utils.data import default_collate
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates import Data, Trainer
-from rapidformer_templates.commands.main import main
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions, layout_of, memory_options_of
+from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.setup_memory import SetupMemory, setup_memory
 from rapidformer_templates.system.workers import Workers, join
+from tests.support.plans import planned
 from tests.support.switch_cases import Case, case_of, words
 from tests.support.worker_pool import end_pool, run_in_workers
 
@@ -179,34 +177,11 @@ def test_a_plan_knows_how_its_engine_builds(world: int) -> None:
     assert world == 4 or set(expected.values()) == {False, True}
 
 
-GPUS = MemoryOptions(gpu=True)
-
-
-def test_a_node_needs_the_memory_of_all_its_workers() -> None:
-    """A whole model on each of eight workers needs eight times its fp32 bytes; in shares about once."""
-    of_model = ModelShapes(lambda _: with_switches(Layers(WIDTH), LayersJob([]).config, Plan("Trainer")), dict)
-    whole, layer = LAYERS * WIDTH**2 * 4, WIDTH**2 * 4
-    replicas = setup_memory(of_model, Layout(data=8), GPUS)
-    assert replicas.host == whole + layer
-    assert replicas.device == whole + layer
-    shares = setup_memory(of_model, Layout(data=8, partitioning="fsdp"), replace(GPUS, builds_in_shares=True))
-    assert shares.host == whole // 8 + 4 * layer
-    assert shares.device == whole // 8
-
-
-def test_a_layout_that_a_node_cannot_build_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DEVICE_MEMORY_GB", "40")
+def test_a_layout_that_a_node_cannot_build_is_rejected() -> None:
     model = "--model-type gpt2 --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 16"
-    workers = "--world-size 4 --device cuda --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
-    flags = f"plan --auto-strategy --json {model} {workers} --micro-batch-size 1 --no-checkpoint-activations"
-
-    def planned(more: str) -> Any:
-        assert main(f"{flags} --context-parallel-size 1 {more}".split()) == 0
-        return json.loads(capsys.readouterr().out)
-
-    free, bounded = planned(""), planned("--host-memory-gb 1.2")
+    model += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"
+    flags = f"--auto-strategy {model} --world-size 4 --device cuda --micro-batch-size 1 --no-checkpoint-activations"
+    free, bounded = planned(flags, 40), planned(f"{flags} --host-memory-gb 1.2", 40)
     assert any("unknown and not checked" in line for line in free["assumed"])
     assert "host memory 1.2 GB per node (--host-memory-gb)" in bounded["assumed"]
     needed = {layout["partitioning"]: layout["memory_gb"]["node_host"] for layout in free["layouts"]}

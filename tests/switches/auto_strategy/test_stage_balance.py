@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import pytest
 
 from rapidformer_templates import Trainer
-from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, ModelError
 from rapidformer_templates.run.configure import chosen_layout
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
@@ -17,7 +15,9 @@ from rapidformer_templates.switches.auto_strategy.memory import predict
 from rapidformer_templates.switches.auto_strategy.stage_balance import ALIKE, balance_memory
 from rapidformer_templates.system.launch import CHOSEN
 from tests.support.jobs import CausalJob
+from tests.support.messages import Says
 from tests.support.model_shapes import shapes
+from tests.support.plans import planned
 from tests.support.requests import CPU, codes, on
 
 STAGES, BLOCKS = 3, 8
@@ -58,8 +58,8 @@ def test_no_cut_needs_less_and_none_that_needs_as_much_is_faster() -> None:
     assert balance.slower == pytest.approx(largest(balance.sizes) / largest(usual) - 1)
 
 
-def test_more_stages_than_blocks_are_refused() -> None:
-    with pytest.raises(ModelError, match="5 blocks cannot be cut into 6 stages"):
+def test_more_stages_than_blocks_are_refused(says: Says) -> None:
+    with says(ModelError):
         balance_memory(shapes("llama"), Layout(pipeline=6), SETTING)
     few = f"--pipeline-model-parallel-size 8 {BY_MEMORY} --num-layers 6"
     assert codes(few, on(CPU, world_size=8)) == ["RF220"]
@@ -67,9 +67,8 @@ def test_more_stages_than_blocks_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_names_the_blocks_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--json", "--world-size", "2", *IN_STAGES.split()]) == 0
-    plan = json.loads(capsys.readouterr().out)["plan"]
+def test_a_plan_names_the_blocks_and_why() -> None:
+    plan = planned(f"--world-size 2 {IN_STAGES}")["plan"]
     chosen = plan["values"]["--pipeline-stages"]
     assert chosen["origin"] == "auto-memory"
     assert sum(map(int, chosen["value"].split(","))) == 6
@@ -92,26 +91,21 @@ def test_workers_take_what_their_launcher_has_found(monkeypatch: pytest.MonkeyPa
     assert any("auto-memory" in note for note in worker.plan.notes)
 
 
-def test_hooks_that_the_planner_cannot_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_that_the_planner_cannot_see_are_refused(monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     monkeypatch.delenv(CHOSEN, raising=False)
-    with pytest.raises(ConfigError, match=r"--pipeline-stages auto-memory cannot see what CausalJob\.build_model"):
+    with says(ConfigError):
         CausalJob(TRAINED.split())
 
 
 @pytest.mark.slow
-def test_a_search_cuts_each_layout_by_its_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
-    searched = f"plan --json --world-size 2 --auto-strategy --global-batch-size 8 {MODEL} --no-checkpoint-activations"
+def test_a_search_cuts_each_layout_by_its_memory() -> None:
+    searched = f"--world-size 2 --auto-strategy --global-batch-size 8 {MODEL} --no-checkpoint-activations"
     searched += " --tensor-model-parallel-size 1"
-    assert main(f"{searched} {BY_MEMORY}".split()) == 0
-    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    layouts = planned(f"{searched} {BY_MEMORY}", 4)["layouts"]
     assert {layout["pipeline"] for layout in layouts} == {1, 2}
     for layout in layouts:
         assert ("--pipeline-stages" in layout["flags"]) == (layout["pipeline"] == 2)
-    assert main(searched.split()) == 0
-    usual = {_key(layout): layout for layout in json.loads(capsys.readouterr().out)["layouts"]}
+    usual = {_key(layout): layout for layout in planned(searched, 4)["layouts"]}
     lower = [usual[_key(mine)]["memory_gb"]["total"] - mine["memory_gb"]["total"] for mine in layouts]
     assert min(lower) > -0.001
     assert max(lower) > 0

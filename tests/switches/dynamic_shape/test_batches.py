@@ -22,12 +22,15 @@ from rapidformer_templates.data.collate import (
     collate_to_shape,
     count_targets,
 )
-from rapidformer_templates.data.loader import load, train_requests
+from rapidformer_templates.data.loader import train_requests
 from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.shapes import Shape, choose_shapes
 from rapidformer_templates.errors import CheckpointError, DataError
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder
+from tests.support.jobs import CausalJob, _sequences
+from tests.support.messages import Says
+from tests.support.parity import EXACT, assert_close, assert_follows, observed, reference
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -96,28 +99,6 @@ def test_steps_of_an_epoch_differ_by_one_batch_at_most(size: int, micro_batches:
     assert max(busy) - min(busy) <= 1
 
 
-def test_epochs_share_neither_batches_nor_their_order() -> None:
-    order = _order(80, 1)
-    first, second = (
-        [order.step(epoch * order.steps_per_epoch + step)[0].tolist() for step in range(order.steps_per_epoch)]
-        for epoch in range(2)
-    )
-    assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in second}
-    longest = [[order.lengths[batch].max() for batch in epoch] for epoch in (first, second)]
-    assert longest[0] != longest[1]
-    assert all(epoch not in (sorted(epoch), sorted(epoch, reverse=True)) for epoch in longest)
-    assert [order.step(step)[0].tolist() for step in range(3)] != [
-        _order(80, 1, seed=6).step(step)[0].tolist() for step in range(3)
-    ]
-
-
-def test_fill_is_what_the_batches_of_an_epoch_hold() -> None:
-    order = _order(80, 1)
-    requests = [_requests(order, step, 1)[0][0] for step in range(order.steps_per_epoch)]
-    padded = sum(request.shape.tokens for request in requests if request.shape)
-    assert order.fill == pytest.approx(order.lengths.sum() / padded)
-
-
 # Batches of exactly their shape.
 
 
@@ -143,17 +124,17 @@ def test_rows_beyond_the_samples_count_for_nothing() -> None:
     assert classes["labels"].tolist() == [2, IGNORED, IGNORED, IGNORED]
 
 
-def test_what_cannot_be_padded_is_refused() -> None:
-    row = {"input_ids": np.arange(6)}
-    with pytest.raises(DataError, match="does not fit into a batch of length 5"):
+def test_what_cannot_be_padded_is_refused(says: Says) -> None:
+    row, pads = {"input_ids": np.arange(6)}, PadCollate({"input_ids": 0})
+    with says(DataError):
         collate_to_shape(CausalCollate(0), [row], Shape(1, 5))
     for labels in ({}, {"labels": 0.5}):
-        with pytest.raises(DataError, match="rows that do not count"):
-            collate_to_shape(PadCollate({"input_ids": 0}), [row | labels], Shape(2, 8))
-    with pytest.raises(DataError, match="a batch of 1 rows × 6 tokens, not of 2 × 8"):
+        with says(DataError):
+            collate_to_shape(pads, [row | labels], Shape(2, 8))
+    with says(DataError):
         collate_to_shape(lambda rows, shape: {"input_ids": torch.ones(1, 6)}, [row], Shape(2, 8))
     for collate in (None, lambda rows: rows):
-        with pytest.raises(DataError, match="cannot pad a batch to a shape"):
+        with says(DataError):
             check_pads_to_shape(collate)
     check_pads_to_shape(CausalCollate(0))
 
@@ -163,69 +144,6 @@ def _gpt(dtype: torch.dtype = torch.float64) -> GPT2LMHeadModel:
     sizes: dict[str, Any] = {"vocab_size": 50, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     return GPT2LMHeadModel(config).to(dtype)
-
-
-@pytest.mark.parametrize("mask", [False, True])
-def test_gradient_of_a_step_is_that_of_its_samples_one_at_a_time(mask: bool) -> None:
-    """This holds for any padding and any rows without a sample, and also without a padding mask."""
-    samples = _samples()
-    lengths = np.array([len(sample["input_ids"]) for sample in samples])
-    order = DynamicOrder(lengths, choose_shapes(lengths, 60, 3, 8), 8, 5)
-
-    def has_empty_rows(step: int) -> bool:
-        requests = _requests(order, step, 1)[0]
-        return any(r.shape is not None and len(r.samples) < r.shape.rows for r in requests if not r.idle)
-
-    step = next(step for step in range(40) if has_empty_rows(step))
-    data = Data(train=samples, collate=CausalCollate(0, mask=mask))
-    model, reference = _gpt(), _gpt()
-    requests = _requests(order, step, 1)[0]
-    batches = list(load(samples, data, requests, workers=0, pin_memory=False))
-    targets = sum(count_targets(batch.batch, shifted=True) for batch in batches if not batch.idle)
-    for batch in batches:
-        if not batch.idle:
-            logits = model(**{k: v for k, v in batch.batch.items() if k != "labels"}).logits[:, :-1]
-            wanted = batch.batch["labels"][:, 1:]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
-            (loss / targets).backward()
-    drawn = [torch.from_numpy(samples[i]["input_ids"]) for i in order.step(step)[0]]
-    assert targets == sum(len(ids) - 1 for ids in drawn)
-    for ids in drawn:
-        logits = reference(ids[None]).logits[0, :-1]
-        (torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / targets).backward()
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("most", [1, 4, 10])
-@torch._dynamo.config.patch(recompile_limit=10)
-def test_a_compiler_sees_as_many_graphs_as_there_are_shapes(most: int) -> None:
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    class Mean(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = torch.nn.Embedding(50, 4)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.embedding(ids).mean()
-
-    samples = _samples(400)
-    lengths = np.array([len(sample["input_ids"]) for sample in samples])
-    order = DynamicOrder(lengths, choose_shapes(lengths, 60, most), 2, 5)
-    assert len(order.shapes) == most
-    model = torch.compile(Mean(), backend=backend, dynamic=False)
-    requests = train_requests(order, 0, 2 * order.steps_per_epoch, rank=0, data_size=1, accumulation=2)
-    seen = set()
-    for batch in load(samples, Data(train=samples, collate=CausalCollate(0)), requests, workers=0, pin_memory=False):
-        seen.add(batch.shape)
-        model(batch.batch["input_ids"])
-    assert len(graphs) == len(seen) == most
 
 
 # Whole runs.
@@ -249,7 +167,7 @@ def _train(folder: Path, *flags: str) -> tuple[dict[str, Any], list[dict[str, An
 
 
 @pytest.mark.slow
-def test_a_run_tells_what_it_padded_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_run_tells_what_it_padded_and_goes_on_where_it_was(tmp_path: Path, says: Says) -> None:
     summary, whole = _train(tmp_path / "whole", "--train-iters", "9")
     receipts = summary["receipts"]
     assert 1 <= len(receipts["batch_shapes"]) <= 3
@@ -270,10 +188,10 @@ def test_a_run_tells_what_it_padded_and_goes_on_where_it_was(tmp_path: Path) -> 
             later.rename(tmp_path / later.name)
     assert _train(tmp_path / "parts", "--train-iters", "9", "--resume")[1] == whole
 
-    with pytest.raises(CheckpointError, match=r"shapes was .*, is .*"):
+    with says(CheckpointError):
         _train(tmp_path / "parts", "--train-iters", "12", "--resume", "--max-shapes", "2")
     static = "--global-batch-size 2 --lr 1e-3 --train-iters 12 --resume --save"
-    with pytest.raises(CheckpointError, match="--data-iterator was dynamic-shape, is None"):
+    with says(CheckpointError):
         Job([*static.split(), str(tmp_path / "parts")]).fit()
 
 
@@ -285,7 +203,7 @@ def test_epochs_are_whole(tmp_path: Path) -> None:
     assert lines[len(lines) // 2 - 1]["samples"] == len(_samples())
 
 
-def test_a_run_without_lengths_or_with_a_plain_collate_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_lengths_or_with_a_plain_collate_is_refused(says: Says) -> None:
     class Plain(Job):
         def build_data(self) -> Data:
             return Data(train=_samples(), collate=lambda rows: rows)
@@ -295,7 +213,74 @@ def test_a_run_without_lengths_or_with_a_plain_collate_is_refused(tmp_path: Path
             return Data(train=[sample["input_ids"] for sample in _samples()], collate=CausalCollate(0))
 
     flags = ["--data-iterator", "dynamic-shape", "--lr", "1e-3", "--train-iters", "1", "--no-save"]
-    with pytest.raises(DataError, match="cannot pad a batch to a shape"):
-        Plain(flags).fit()
-    with pytest.raises(DataError, match="there are no lengths for 41 training samples"):
-        Lengthless(flags).fit()
+    for kind in (Plain, Lengthless):
+        with says(DataError):
+            kind(flags).fit()
+
+
+# Engines.
+
+CLIP = 0.1
+DYNAMIC = f"--data-iterator dynamic-shape --tokens-per-batch 80 --max-shapes 3 --clip-grad {CLIP} --weight-decay 0.1"
+# Steps of 4 batches, across the borders of epochs of 19.
+STEPS = f"{DYNAMIC} --train-iters 6 --eval-interval 3 --global-batch-size 8 --micro-batch-size 2"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("job", "flags"),
+    [
+        ("pretrained-causal", ""),
+        ("pretrained-causal", "--fsdp-memory-optimization --checkpoint-activations"),
+        ("pretrained-masked", ""),
+    ],
+)
+def test_two_workers_follow_one(job: str, flags: str) -> None:
+    expected, actual = reference(job, True, STEPS), observed(2, job, True, f"{STEPS} {flags}")[0]
+    assert len({loss for loss, _ in expected["curve"]}) == 6
+    assert_follows(actual, expected, *EXACT)
+    same = ("samples", "tokens", "epochs")
+    assert [actual["summary"][name] for name in same] == [expected["summary"][name] for name in same]
+    measured, alone = actual["summary"]["receipts"], expected["summary"]["receipts"]
+    for name in ("batch_shapes", "fill", "useful_tokens", "padded_tokens"):
+        assert measured[name] == alone[name]
+    assert len(measured["batch_shapes"]) == 3
+    assert (measured["micro_steps"], alone["micro_steps"]) == (2, 4)
+
+
+def _by_hand(order: DynamicOrder, steps: int) -> list[tuple[float, float]]:
+    """Return the curve of the causal job, computed one sample at a time."""
+    torch.manual_seed(1234)
+    model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().double()
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    samples, curve = _sequences(), []
+    for step in range(steps):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for index in order.step(step)[0]:
+            ids, labels = (torch.from_numpy(samples[index][name]) for name in ("input_ids", "labels"))
+            kept = labels[1:] != -100
+            likelihood = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1)
+            total = total - likelihood[kept, labels[1:][kept]].sum()
+            count += int(kept.sum())
+        optimizer.zero_grad()
+        (total / count).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - step / steps)
+        optimizer.step()
+        curve.append((float(total.detach() / count), float(norm)))
+    return curve
+
+
+@pytest.mark.distributed
+def test_workers_follow_a_loop_by_hand_where_one_of_them_idles() -> None:
+    lengths = np.array([len(sample["input_ids"]) for sample in _sequences()])
+    order = DynamicOrder(lengths, choose_shapes(lengths, 80, 3, 8), 2, 1234)
+    assert order.batches % 2 == 1
+    run = observed(2, "pretrained-causal", True, f"{DYNAMIC} --epochs 2")[0]  # steps of 2 batches
+    assert_close(run["curve"], _by_hand(order, 2 * order.steps_per_epoch), *EXACT)
+    assert run["summary"]["samples"] == 2 * len(lengths)
+    assert run["summary"]["epochs"] == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,18 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines import local
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.switch import Measured
 from tests.support import combinations, engine_runs
+from tests.support.collectives import GATHER, REDUCE, SUM, count_collectives
 from tests.support.engine_runs import SAVED
 from tests.support.jobs import CausalJob
-from tests.support.parity import reference, train
+from tests.support.parity import EXACT, assert_close, assert_follows, observed, reference, train
 from tests.support.requests import config_of
 from tests.support.worker_pool import run_in_workers
+
+pytestmark = pytest.mark.distributed
 
 STEPS = "--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
 MICRO = "--micro-batch-size 1"  # with four workers: two micro batches per step
@@ -36,36 +37,7 @@ BF16 = "--mixed-precision bf16 --checkpoint-activations"
 BRANCHES = "--micro-batch-size 4 --fsdp-memory-optimization --fsdp-shard-size 2"
 OTHERS = {"all workers": ("fsdp", "--fsdp-shard-size 4"), "copies": ("plain", "")}
 """Engines that continue from a checkpoint of hybrid sharding, with their flags."""
-GATHER, REDUCE, SUM = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"  # from torch.ops.c10d
 GROUPS = 3  # the model's two blocks, and the root with the rest
-
-
-class CountingJob(CausalJob):
-    """Counts the messages of each step and the number of workers that receive them."""
-
-    def on_train_start(self) -> None:
-        self.sent: Counter[tuple[str, int]] = Counter()
-        self.steps: list[dict[tuple[str, int], int]] = []
-
-    def on_step_end(self, step: int, result: Any) -> None:
-        super().on_step_end(step, result)
-        self.steps.append(dict(self.sent))
-        self.sent.clear()
-
-
-class _Watch(TorchDispatchMode):
-    """Sees the collectives that torch sends, independent of FSDP's own names for them."""
-
-    def __init__(self, job: CountingJob) -> None:
-        super().__init__()
-        self.job = job
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and name in (GATHER, REDUCE, SUM) and hasattr(self.job, "sent"):
-            group = next(each for each in args if isinstance(each, torch.ScriptObject))
-            self.job.sent[name, dist.ProcessGroup.unbox(group).size()] += 1
-        return func(*args, **kwargs or {})
 
 
 def _norm_of_the_second_copy() -> Any:
@@ -80,16 +52,15 @@ def _norm_of_the_second_copy() -> Any:
 
 def _count() -> dict[str, Any]:
     """Return the collectives of the second step by name and group size, and the receipts after two steps."""
-    job = CountingJob([*f"{STEPS} --train-iters 2 {HYBRID}".split(), "--lr", "1e-3"])
-    with _Watch(job), _norm_of_the_second_copy():
-        receipts = job.fit()["receipts"]
-    return {"counted": job.steps[1], "rounded": receipts}
+    job = CausalJob([*f"{STEPS} --train-iters 2 {HYBRID}".split(), "--lr", "1e-3"])
+    with _norm_of_the_second_copy():
+        run, seen = count_collectives(job)
+    return {"counted": seen[2][0], "rounded": run["summary"]["receipts"]}
 
 
 def _all_runs(workers: Any, folder: str) -> dict[str, Any]:
     """Train in each of four workers."""
     runs = _count()
-    runs["fp64"] = train("causal", True, f"{STEPS} {HYBRID} {AVERAGED}")
     runs["bf16"] = train("causal", False, f"{STEPS} {HYBRID} {BF16}", "--save", f"{folder}/bf16")
     runs["branches"] = combinations.train(workers, "Trainer", BRANCHES.split(), "branches")
     return runs | _resumed(workers, folder)
@@ -122,56 +93,44 @@ def runs(folder: str) -> dict[str, Any]:
     return run_in_workers(4, _all_runs, folder)[0]
 
 
-@pytest.mark.distributed
-def test_groups_follow_one_process(runs: Any) -> None:
+def test_groups_follow_one_process() -> None:
     """Compare clipped steps of two micro batches each in fp64, and evaluations of averaged weights."""
     expected = reference("causal", True, f"{STEPS} --micro-batch-size 8 {AVERAGED}")
-    actual = runs["fp64"]
-    close = {"rtol": 1e-10, "atol": 1e-12}
     assert all(norm > 0.1 for _, norm in expected["curve"]), "so that clipping acts"
-    torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), **close)
-    torch.testing.assert_close(torch.tensor(actual["evaluations"]), torch.tensor(expected["evaluations"]), **close)
-    assert actual["weights"].keys() == expected["weights"].keys()
-    for weight, values in expected["weights"].items():
-        torch.testing.assert_close(actual["weights"][weight], values, **close)
+    actual = observed(4, "causal", True, f"{STEPS} {HYBRID} {AVERAGED}")[0]
+    assert_follows(actual, expected, *EXACT)
+    _assert_shares_and_copies(actual["summary"]["receipts"])
 
 
-@pytest.mark.distributed
+def _assert_shares_and_copies(receipts: Any) -> None:
+    assert (receipts["copies"], receipts["copies_equal"]) == (2, True)
+    assert len(receipts["held_bytes_by_rank"]) == 4
+    for held in receipts["held_bytes_by_rank"]:
+        assert held["parameter_bytes"] == pytest.approx(receipts["parameter_bytes_whole"] / 2, rel=0.02)
+
+
 def test_groups_follow_one_process_in_bf16(runs: Any) -> None:
     expected = reference("causal", False, f"{STEPS} --micro-batch-size 8 --mixed-precision bf16")
-    torch.testing.assert_close(*(torch.tensor(run["curve"]) for run in (runs["bf16"], expected)), rtol=2**-8, atol=0)
+    assert_close(runs["bf16"]["curve"], expected["curve"], 2**-8, 0)
+    _assert_shares_and_copies(runs["bf16"]["summary"]["receipts"])
 
 
-@pytest.mark.distributed
 def test_what_some_copies_do_not_reach_counts_as_zero(runs: Any) -> None:
     flags = ["--micro-batch-size", "16", "--global-batch-size", "16"]
     expected = combinations.train(None, "Trainer", flags, "branches")
     assert combinations.distance(runs["branches"], expected).worst < 1e-5
 
 
-@pytest.mark.distributed
 def test_parameters_travel_inside_groups_and_gradients_of_shards_between_them_once_a_step(runs: Any) -> None:
     gathers = 2 * (2 * GROUPS - 1)  # for two micro batches, with a root that stays whole between forward and backward
     in_pairs = {name: count for (name, size), count in runs["counted"].items() if size == 2}
     assert in_pairs == {GATHER: gathers, REDUCE: GROUPS, SUM: GROUPS}
 
 
-@pytest.mark.distributed
-def test_receipts_show_shares_and_equal_copies(runs: Any) -> None:
-    for name in ("fp64", "bf16"):
-        receipts = runs[name]["summary"]["receipts"]
-        assert (receipts["copies"], receipts["copies_equal"]) == (2, True)
-        assert len(receipts["held_bytes_by_rank"]) == 4
-        for held in receipts["held_bytes_by_rank"]:
-            assert held["parameter_bytes"] == pytest.approx(receipts["parameter_bytes_whole"] / 2, rel=0.02)
-
-
-@pytest.mark.distributed
 def test_copies_stay_equal_where_their_groups_add_up_in_other_orders(runs: Any) -> None:
     assert runs["rounded"]["copies_equal"] is True
 
 
-@pytest.mark.distributed
 def test_a_run_goes_on_bitwise_and_in_other_layouts(runs: Any, folder: str, tmp_path: Path) -> None:
     assert runs["again"] == runs["whole"][SAVED:]
     reference = engine_runs.run(str(tmp_path / "reference"), "plain", 1)
@@ -184,7 +143,6 @@ def test_a_run_goes_on_bitwise_and_in_other_layouts(runs: Any, folder: str, tmp_
         torch.testing.assert_close(torch.tensor(curve), torch.tensor(reference[SAVED:]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.distributed
 def test_a_checkpoint_has_one_copy_that_all_groups_write(runs: Any, folder: str) -> None:
     (checkpoint,) = Path(folder, "whole", "checkpoints").glob(f"step-{SAVED}")
     index = json.loads((checkpoint / "index.json").read_text())
@@ -198,7 +156,6 @@ def test_a_checkpoint_has_one_copy_that_all_groups_write(runs: Any, folder: str)
         assert len(files) == 4, "each worker writes"
 
 
-@pytest.mark.distributed
 def test_the_export_has_one_copy(runs: Any, folder: str) -> None:
     exported = load_file(f"{folder}/bf16/export/model.safetensors")
     assert exported

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.switches.fsdp import engine
+from tests.support.collectives import GATHER, REDUCE, count_collectives
 from tests.support.jobs import OTHERS, CausalJob
 from tests.support.lines import Line
-from tests.support.parity import Trained, reference, train, trained
-from tests.support.selection import by_default, selected
+from tests.support.parity import EXACT, Trained, assert_close, assert_follows, observed, reference
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
+
+pytestmark = pytest.mark.distributed
 
 STEPS = "--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
 FSDP = "--micro-batch-size 1 --fsdp-memory-optimization"  # with two workers: 4 micro batches per step
 KEPT = "--no-fsdp-reshard-after-forward"
-GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"  # from torch.ops.c10d
 GROUPS = 3  # the model's two blocks, and the root with the rest
 REDUCED = {
     "bf16": ("bf16", None),
@@ -33,40 +33,6 @@ REDUCED = {
 """(precision, type of the sums) by name."""
 
 
-def _flags(precision: str, reduced: str | None) -> str:
-    return f"--mixed-precision {precision}" + (f" --fsdp-reduce-dtype {reduced}" if reduced else "")
-
-
-class CountingJob(CausalJob):
-    """Counts the messages of FSDP in each step and records the types of its sums."""
-
-    def on_train_start(self) -> None:
-        self.sent: Counter[str] = Counter()
-        self.types: set[str] = set()
-        self.steps: list[dict[str, int]] = []
-
-    def on_step_end(self, step: int, result: Any) -> None:
-        super().on_step_end(step, result)
-        self.steps.append(dict(self.sent))
-        self.sent.clear()
-
-
-class _Watch(TorchDispatchMode):
-    """Sees the collectives that torch sends, independent of FSDP's own names for them."""
-
-    def __init__(self, job: CountingJob) -> None:
-        super().__init__()
-        self.job = job
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and name in (GATHER, REDUCE):
-            self.job.sent[name] += 1
-            if name == REDUCE:
-                self.job.types.add(str(args[1].dtype).removeprefix("torch."))
-        return func(*args, **kwargs or {})
-
-
 class Counted(NamedTuple):
     """A run, the messages of its second step, and the types in which it summed gradients."""
 
@@ -75,62 +41,48 @@ class Counted(NamedTuple):
     types: set[str]
 
 
-def _count(flags: str, *, double: bool = False) -> Counted:
-    job = CountingJob([*f"{STEPS} {FSDP} {flags}".split(), "--lr", "1e-3"])
+def _count(workers: Any, flags: str, double: bool) -> Counted:
+    job = CausalJob([*f"{STEPS} {FSDP} {flags}".split(), "--lr", "1e-3"])
     job.double = double
-    with _Watch(job):
-        run = trained(job)
-    return Counted(run, job.steps[1], job.types)
-
-
-def _all_runs(workers: Any, reduced: list[str]) -> dict[str, Counted]:
-    """Train in each of two workers and return the runs by their flags."""
-    runs = {KEPT: _count(KEPT, double=True), "": _count("--train-iters 2", double=True)}
-    return runs | {flags: _count(flags) for flags in (_flags(*REDUCED[name]) for name in reduced)}
+    run, seen = count_collectives(job)
+    messages, _, types = seen[2]
+    return Counted(run, {name: messages[name, 2] for name in (GATHER, REDUCE)}, types)
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> dict[str, Counted]:
-    return run_in_workers(2, _all_runs, selected(request, "case"))[0]
+def runs() -> dict[str, Counted]:
+    return {flags: run_in_workers(2, _count, flags, True)[0] for flags in (KEPT, "--train-iters 2")}
 
 
-@pytest.mark.distributed
-def test_parameters_that_stay_whole_change_nothing(runs: Any) -> None:
-    expected, actual = reference("causal", True, f"{STEPS} --micro-batch-size 8"), runs[KEPT].run
-    close = {"rtol": 1e-10, "atol": 1e-12}
-    torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), **close)
-    torch.testing.assert_close(torch.tensor(actual["evaluations"]), torch.tensor(expected["evaluations"]), **close)
-    for name, weight in expected["weights"].items():
-        torch.testing.assert_close(actual["weights"][name], weight, **close)
+def test_parameters_that_stay_whole_change_nothing(runs: dict[str, Counted]) -> None:
+    assert_follows(runs[KEPT].run, reference("causal", True, f"{STEPS} --micro-batch-size 8"), *EXACT)
 
 
-@pytest.mark.distributed
 def test_gradients_are_sent_once_a_step_and_whole_parameters_are_gathered_once_if_they_stay(runs: Any) -> None:
     # Each of 4 micro batches gathers everything for its forward, and all but the root again for its backward.
-    assert runs[""].sent == {GATHER: 4 * (2 * GROUPS - 1), REDUCE: GROUPS}
+    assert runs["--train-iters 2"].sent == {GATHER: 4 * (2 * GROUPS - 1), REDUCE: GROUPS}
     assert runs[KEPT].sent == {GATHER: GROUPS, REDUCE: GROUPS}
 
 
-@pytest.mark.distributed
 def test_receipt_shows_what_is_whole_when_the_backward_begins(runs: Any) -> None:
     model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().double()
-    held = {flags: runs[flags].run["summary"]["receipts"]["parameter_bytes_in_backward"] for flags in (KEPT, "")}
+    held = {flags: runs[flags].run["summary"]["receipts"]["parameter_bytes_in_backward"] for flags in runs}
     whole = sum(p.nbytes for p in model.parameters())
     blocks = sum(p.nbytes for p in model.transformer.h.parameters())
     assert whole <= held[KEPT] < 1.01 * whole  # rows that do not divide by two are padded
-    assert whole - blocks < held[""] < whole - 0.49 * blocks
+    assert whole - blocks < held["--train-iters 2"] < whole - 0.49 * blocks
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("case", by_default(["fp16, sums in bf16"], REDUCED))
-def test_gradients_are_summed_in_the_type_that_is_asked_for(case: str, runs: Any) -> None:
+def test_gradients_are_summed_in_the_type_that_is_asked_for(case: str) -> None:
     precision, reduced = REDUCED[case]
     name = {None: "float32", "bf16": "bfloat16", "fp16": "float16"}[reduced]
-    actual, _, types = runs[_flags(precision, reduced)]
+    reduce = f"--fsdp-reduce-dtype {reduced}" if reduced else ""
+    actual, _, types = run_in_workers(2, _count, f"--mixed-precision {precision} {reduce}", False)[0]
     assert types == {name}
     expected = reference("causal", False, f"{STEPS} --micro-batch-size 8 --mixed-precision {precision}")
     tolerance = 2**-8 if "bf16" in (precision, reduced) else 2**-10
-    torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), rtol=tolerance, atol=0)
+    assert_close(actual["curve"], expected["curve"], tolerance, 0)
 
 
 class SharingJob(CausalJob):
@@ -157,10 +109,6 @@ OTHERS |= {"sharing": SharingJob, "tied": TiedJob}
 SHARED = "--train-iters 3 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
 
 
-def _share(workers: Any, job: str, flags: str) -> Trained:
-    return train(job, True, f"{SHARED} {flags}")
-
-
 SHARING = [("sharing", KEPT), ("tied", ""), ("sharing", ""), ("sharing", "--checkpoint-activations")]
 
 
@@ -171,12 +119,8 @@ SHARING = [("sharing", KEPT), ("tied", ""), ("sharing", ""), ("sharing", "--chec
 )
 def test_what_several_blocks_share_is_of_none_of_their_units(job: str, flags: str) -> None:
     expected = reference(job, True, f"{SHARED} --micro-batch-size 8")
-    for run in run_in_workers(2, _share, job, f"{FSDP} {flags}"):
-        close = {"rtol": 1e-10, "atol": 1e-10}
-        torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(expected["curve"]), **close)
-        assert run["weights"].keys() == expected["weights"].keys()
-        for name, weight in expected["weights"].items():
-            torch.testing.assert_close(run["weights"][name], weight, **close)
+    for run in observed(2, job, True, f"{SHARED} {FSDP} {flags}"):
+        assert_follows(run, expected, 1e-10, 1e-10)
 
 
 class Squeezed(torch.nn.Module):
@@ -218,19 +162,15 @@ def _refusal_of_a_changed_view(workers: Any) -> str:
 def _view_warnings(workers: Any, pattern: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught, mock.patch.object(engine, "VIEW_WARNING", pattern):
         warnings.simplefilter("always")
-        ViewJob(
-            ["--lr", "0.1", "--train-iters", "2", "--fsdp-memory-optimization", "--device", "cpu", "--no-save"]
-        ).fit()
+        ViewJob(VIEW_FLAGS).fit()
     return [str(warning.message) for warning in caught if "view" in str(warning.message)]
 
 
-@pytest.mark.distributed
 def test_no_worker_warns_about_views() -> None:
     assert run_in_workers(2, _view_warnings, engine.VIEW_WARNING) == [[], []]
     assert all(run_in_workers(2, _view_warnings, "another message")), "torch no longer warns: remove the filter"
 
 
-@pytest.mark.distributed
 def test_a_view_that_is_changed_in_place_is_refused() -> None:
     """Otherwise FSDP would lose the gradients without a word, and the run would train nothing."""
     for message in run_in_workers(2, _refusal_of_a_changed_view):

@@ -9,44 +9,29 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
     LossRecipe,
     Scale,
     Shift,
     Tanh,
     linear_cross_entropy,
-    rows_at_once,
-    saved_bytes,
 )
-from rapidformer_templates.switches.fused_loss.transform import FusedHead, Logits, fuse_loss, head_of
+from rapidformer_templates.switches.fused_loss.transform import FusedHead, Logits, fuse_loss
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, ClassJob, _Job
-from tests.support.parity import EXACT, Trained, assert_follows, reference, train
-from tests.support.selection import selected
-from tests.support.worker_pool import run_in_workers
+from tests.support.made import Made
+from tests.support.messages import Says
+from tests.support.parity import EXACT, assert_close, assert_follows, observed, reference, train
+from tests.support.selection import by_default
 
 FUSED = "--fused-linear-cross-entropy"
 ON_CPU = SimpleNamespace(workers=Workers(0, 0, 1, torch.device("cpu")))
-PACKAGES = installed_packages()
 
 
 def _inputs(rows: int, words: int, *, bias: bool, dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -77,13 +62,6 @@ def test_loss_and_gradients_are_those_of_whole_logits(rows: int, bias: bool, smo
         torch.testing.assert_close(mine, its, rtol=1e-11, atol=1e-12)
 
 
-def test_rows_that_do_not_count_give_nothing() -> None:
-    *tensors, target = _inputs(8, 11, bias=True)
-    total = linear_cross_entropy(*tensors, torch.full_like(target, -100), LossRecipe())
-    assert float(total.detach()) == 0.0
-    assert all(not g.any() for g in torch.autograd.grad(total, tensors))
-
-
 def test_a_frozen_weight_gets_no_gradient_and_a_second_backward_is_refused() -> None:
     hidden, weight, _, target = _inputs(8, 11, bias=False)
     total = linear_cross_entropy(hidden, weight.detach(), None, target, LossRecipe())
@@ -112,36 +90,14 @@ def test_autocast_rounds_as_without_fusing(dtype: torch.dtype) -> None:
         assert (mine - true).abs().max() <= max(2 * (its - true).abs().max(), 2 * steps * scale)
 
 
-class _Widest(TorchDispatchMode):
-    """Records the number of elements of every tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[int] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.elements += [t.numel() for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        return result
-
-
 def test_no_tensor_is_as_large_as_the_logits() -> None:
     *tensors, target = _inputs(100, 300, bias=True)
-    with _Widest() as seen:
+    with Made() as seen:
         linear_cross_entropy(*tensors, target.clamp(min=0), LossRecipe()).backward()
-    assert max(seen.elements) == 25 * 300  # a quarter of the rows. Weight and its gradient have 300 × 16
-    with _Widest() as seen:
+    assert seen.largest == 25 * 300  # a quarter of the rows. Weight and its gradient have 300 × 16
+    with Made() as seen:
         F.cross_entropy(F.linear(*tensors), target).backward()
-    assert max(seen.elements) == 100 * 300
-
-
-def test_rows_at_once_and_what_they_save() -> None:
-    assert rows_at_once(8192, 50257, "cpu") == 64 * 2**20 // (4 * 50257)
-    assert rows_at_once(8192, 67, "cpu") == 2048
-    assert rows_at_once(3, 67, "cpu") == 1
-    assert rows_at_once(8192, 10**9, "cpu") == 1
-    for rows in (1, 5, 100, 8192):
-        assert saved_bytes(rows, 1000, half=True) == (rows - rows_at_once(rows, 1000, "cuda")) * 1000 * 10
+    assert seen.largest == 100 * 300
 
 
 # Models.
@@ -149,15 +105,17 @@ def test_rows_at_once_and_what_they_save() -> None:
 SIZES = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 SEQ2SEQ = {"vocab_size": 67, "d_model": 32}
 MODELS = {
-    "softcap": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16, final_logit_softcapping=3.0)
+    "softcap": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16, final_logit_softcapping=3.0)
     ),
-    "scaled": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=2.0)),
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(**SEQ2SEQ, d_kv=16, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
+    "scaled": lambda: transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=2.0)),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            **SEQ2SEQ, d_kv=16, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+        )
     ),
-    "bias of the logits": lambda: BartForConditionalGeneration(
-        BartConfig(
+    "bias of the logits": lambda: transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
             **SEQ2SEQ,
             encoder_layers=1,
             decoder_layers=1,
@@ -207,44 +165,35 @@ def _logits() -> Logits:
     return logits
 
 
-@pytest.mark.parametrize(
-    ("ask", "what"),
-    [
-        (lambda x: x.argmax(-1), "their argmax"),
-        (lambda x: torch.softmax(x, -1), "torch's softmax"),
-        (lambda x: x.view(-1), r"a shape of \(-1,\), which cuts their 7 words"),
-        (lambda x: x - x, "the operator sub"),
-        (lambda x: 1 + x, "the operator radd"),
-        (lambda x: -x, "the operator neg"),
-        (lambda x: x == x, "the operator eq"),
-        (lambda x: x > 0, "the operator gt"),
-        (lambda x: 0 in x, "the operator contains"),
-        (lambda x: x[..., 0], "the part"),
-        (lambda x: x[0, :, 0, ...], "the part"),
-        (lambda x: x.flatten(), "flattening their words"),
-        (lambda x: x + torch.ones(2, 3, 7), "a sum with anything but a constant"),
-        (lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(6).long(), weight=torch.ones(7)), "with weights"),
-        (lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(6).long(), reduction="none"), "without a sum"),
-        (lambda x: F.cross_entropy(x, torch.zeros(2, 7).long()), "not of rows and their words"),
-    ],
-)
-def test_whoever_needs_logits_is_told(ask: Any, what: str) -> None:
-    with pytest.raises(ModelError, match=f"asks the logits of a training step for .*{what}"):
-        ask(_logits())
+ASKED: dict[str, Any] = {
+    "argmax": lambda x: x.argmax(-1),
+    "softmax": lambda x: torch.softmax(x, -1),
+    "flat": lambda x: x.view(-1),
+    "flattened": lambda x: x.flatten(),
+    "difference": lambda x: x - x,
+    "sum with a number": lambda x: 1 + x,
+    "sum": lambda x: x + torch.ones(2, 3, 7),
+    "negative": lambda x: -x,
+    "comparison": lambda x: x > 0,
+    "contains": lambda x: 0 in x,
+    "part": lambda x: x[..., 0],
+    "weights": lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(6).long(), weight=torch.ones(7)),
+    "no sum": lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(6).long(), reduction="none"),
+    "shape": lambda x: F.cross_entropy(x, torch.zeros(2, 7).long()),
+}
 
 
-def test_they_look_like_logits() -> None:
-    logits = _logits()
-    assert (logits.shape, logits.ndim, logits.size(-1), logits.dtype) == ((2, 3, 7), 3, 7, torch.float32)
-    assert len(logits) == len(logits[:, 1:]) == 2
-    assert len(logits.flatten(0, 1)) == 6
-    assert logits[:, :-1].contiguous().view(-1, 7).shape == (4, 7)
-    assert logits[..., 1:, :].reshape(4, -1).shape == (4, 7)
+@pytest.mark.parametrize("name", ASKED)
+def test_whoever_needs_logits_is_told(name: str, says: Says) -> None:
+    with says(ModelError):
+        ASKED[name](_logits())
 
 
-def test_models_without_such_a_head_are_refused() -> None:
-    with pytest.raises(ModelError, match="Sequential has none"):
+def test_models_without_such_a_head_are_refused(says: Says) -> None:
+    with says(ModelError):
         _fuse(nn.Sequential(nn.Linear(3, 4)))
+    with says(ModelError):
+        ClassJob([*ALONE.split(), "--lr", "1e-3", FUSED]).fit()
 
 
 # Runs.
@@ -255,7 +204,9 @@ class LlamaJob(_Job):
 
     def make(self) -> nn.Module:
         sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes))
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)
+        )
 
 
 class NeedsLogitsJob(CausalJob):
@@ -269,36 +220,24 @@ ALONE = f"{STEPS} --micro-batch-size 8"
 SHORT = f"{STEPS} --micro-batch-size 2 --train-iters 4"
 OTHERS["untied-llama"] = LlamaJob
 RUNS = ("causal", "untied-llama", "masked")
-SWITCHES = {
-    "fsdp": "--fsdp-memory-optimization --checkpoint-activations",
-    **({"oss": "--oss-memory-optimization"} if "fairscale" in PACKAGES else {}),
-    **({"zero-2": "--zero-2-memory-optimization"} if "deepspeed" in PACKAGES else {}),
-    **({"zero-3": "--zero-3-memory-optimization"} if "deepspeed" in PACKAGES else {}),
-}
 STAGES = "--pipeline-model-parallel-size 2 --pipeline-stages 1,1"
-SWITCHES |= {"stages": STAGES, "stages, checkpointed": f"{STAGES} --checkpoint-activations"}
-SWITCHES["matrices"] = "--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations"
-SHARED = {("untied-llama", name) for name in SWITCHES} | {("causal", "fsdp")}
-SHARED |= {("masked", name) for name in SWITCHES if name in ("zero-3", "stages", "matrices")}
-SHARED |= {("causal", "matrices")}
-LONGER = SHARED - {("causal", "matrices"), ("untied-llama", "fsdp"), ("untied-llama", "zero-3"), ("masked", "stages")}
+AGAIN = "--checkpoint-activations"
+MATRICES = f"--tensor-model-parallel-size 2 --sequence-parallel {AGAIN}"
+FSDP, ZERO_3 = f"--fsdp-memory-optimization {AGAIN}", "--zero-3-memory-optimization"
+SHARED = [("causal", MATRICES), ("untied-llama", FSDP), ("untied-llama", ZERO_3), ("masked", STAGES)]
+MORE = [("untied-llama", flags) for flags in (MATRICES, STAGES, f"{STAGES} {AGAIN}", "--zero-2-memory-optimization")]
+MORE += [("untied-llama", "--oss-memory-optimization"), ("masked", MATRICES), ("masked", ZERO_3)]
 """For ``make test-longer``. Rows of the covering table have these pairs of switches, with a tied head."""
-PARAMETERS = [pytest.param(case, marks=pytest.mark.longer if case in LONGER else ()) for case in sorted(SHARED)]
-
-
-@pytest.fixture(scope="module")
-def references() -> dict[tuple[str, bool], Trained]:
-    return {(job, double): reference(job, double, ALONE) for job in RUNS for double in (False, True)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("job", RUNS)
-def test_steps_are_those_without(job: str, double: bool, references: Any) -> None:
+def test_steps_are_those_without(job: str, double: bool) -> None:
     actual = train(job, double, f"{ALONE} --micro-batch-size 4 {FUSED}")
     bounds = EXACT if double else (1e-5, 1e-6)
     # If a gradient is 0, as for the bias of keys, rounding alone moves the weight: a hundredth of a step.
-    assert_follows(actual, references[job, double], *bounds, weights=bounds if double else (1e-5, 1e-5))
+    assert_follows(actual, reference(job, double, ALONE), *bounds, weights=bounds if double else (1e-5, 1e-5))
     receipts = actual["summary"]["receipts"]
     assert receipts["fused_loss_kernel"] == ["torch"]
     assert 0 < receipts["logits_rows"] <= receipts["logits_rows_without"] / 4 + 1
@@ -321,61 +260,32 @@ def test_the_receipt_would_see_whole_logits() -> None:
 def test_bf16_follows_bf16_without() -> None:
     flags = f"{ALONE} --mixed-precision bf16"
     plain, fused = reference("causal", False, flags), train("causal", False, f"{flags} {FUSED}")
-    torch.testing.assert_close(torch.tensor(fused["curve"]), torch.tensor(plain["curve"]), rtol=2**-8, atol=0)
+    assert_close(fused["curve"], plain["curve"], 2**-8, 0)
 
 
-def test_a_loss_that_needs_logits_is_told() -> None:
+def test_a_loss_that_needs_logits_is_told(says: Says) -> None:
     job = NeedsLogitsJob([*ALONE.split(), "--lr", "1e-3", FUSED])
-    with pytest.raises(ModelError, match="for their square, and there are none"):
+    with says(ModelError):
         job.fit()
 
 
-def test_a_model_without_words_is_refused() -> None:
-    with pytest.raises(ModelError, match="BertForSequenceClassification has none"):
-        ClassJob([*ALONE.split(), "--lr", "1e-3", FUSED]).fit()
-
-
-def _double(name: str) -> bool:
-    return not name.startswith("zero")  # ZeRO's masters are fp32
-
-
-def _all_runs(workers: Any, cases: list[tuple[str, str]]) -> dict[Any, Any]:
-    runs: dict[Any, Any] = {
-        (job, name): train(job, _double(name), f"{SHORT} {SWITCHES[name]} {FUSED}") for job, name in cases
-    }
-    for more in ("", FUSED):
-        runs["bf16", more] = train("causal", False, f"{SHORT} {STAGES} --mixed-precision bf16 {more}")
-    return runs
-
-
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    """The runs by rank."""
-    return run_in_workers(2, _all_runs, selected(request, "case"))
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", PARAMETERS, ids="-".join)
-def test_two_workers_follow_one_without(case: tuple[str, str], references: Any, runs: Any) -> None:
-    double = _double(case[1])
-    expected = torch.tensor(references[case[0], double]["curve"][:4])
-    close = {"rtol": 1e-10, "atol": 1e-12} if double else {"rtol": 1e-5, "atol": 1e-6}
-    for results in runs:
-        torch.testing.assert_close(torch.tensor(results[case]["curve"]), expected, **close)
-        receipts = results[case]["summary"]["receipts"]
+@pytest.mark.parametrize(("job", "flags"), by_default(SHARED, [*SHARED, *MORE]))
+def test_two_workers_follow_one_without(job: str, flags: str) -> None:
+    double = "zero" not in flags  # ZeRO's masters are fp32
+    expected = reference(job, double, ALONE)["curve"][:4]
+    for run in observed(2, job, double, f"{SHORT} {flags} {FUSED}"):
+        assert_close(run["curve"], expected, *(EXACT if double else ()))
+        receipts = run["summary"]["receipts"]
         assert 0 < receipts["logits_rows"] <= receipts["logits_rows_without"] / 4 + 1
-        if case[1] == "matrices":
+        if flags == MATRICES:
             assert receipts["logits_columns"] == (-(-VOCABULARY // 2), VOCABULARY)
 
 
 @pytest.mark.distributed
-def test_stages_in_bf16_follow_stages_without(runs: Any) -> None:
-    plain, fused = (runs[0]["bf16", more] for more in ("", FUSED))
-    torch.testing.assert_close(torch.tensor(fused["curve"]), torch.tensor(plain["curve"]), rtol=2**-8, atol=0)
+def test_stages_in_bf16_follow_stages_without() -> None:
+    plain, fused = (
+        observed(2, "causal", False, f"{SHORT} {STAGES} --mixed-precision bf16{more}")[0] for more in ("", f" {FUSED}")
+    )
+    assert_close(fused["curve"], plain["curve"], 2**-8, 0)
     assert "logits_rows" not in plain["summary"]["receipts"]
-
-
-def test_head_of_finds_it() -> None:
-    model = _fuse(MODELS["scaled"]())
-    assert head_of(model) is model.lm_head
-    assert head_of(nn.Linear(2, 2)) is None

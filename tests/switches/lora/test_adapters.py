@@ -9,42 +9,33 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2LMHeadModel
 
-from rapidformer_templates import Data
-from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import CheckpointError, ModelError
-from tests.support.jobs import ClassJob, PretrainedJob, _pad, _sequences
-from tests.support.parity import Trained, trained
+from tests.support.adapters import Recording, train_by_hand
+from tests.support.jobs import ClassJob, PretrainedJob
+from tests.support.messages import Says
+from tests.support.parity import Trained, assert_follows, trained
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
 STEPS = "--train-iters 4 --global-batch-size 8 --micro-batch-size 4 --lr 1e-2 --log-interval 1 --lora-rank 4"
 
 
+def _job(base: Path, folder: Path | None, flags: str = "", job: type = PretrainedJob) -> Any:
+    kind = type("Job", (job,), {"folder": str(base)})
+    return kind([*STEPS.split(), *flags.split(), *(["--save", str(folder)] if folder else [])])
+
+
 def run(base: Path, folder: Path | None, flags: str = "", job: type = PretrainedJob) -> Trained:
     """Train adapters. Files are written only if there is a folder for them."""
-    kind = type("Job", (job,), {"folder": str(base)})
-    return trained(kind([*STEPS.split(), *flags.split(), *(["--save", str(folder)] if folder else [])]))
+    return trained(_job(base, folder, flags, job))
 
 
-class _Recorded(PretrainedJob):
-    """Records the batches that it trains on."""
-
-    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if model.training and torch.is_grad_enabled() and hasattr(self, "model"):
-            _BATCHES.append(batch)
-        return super().compute_loss(model, batch)
+class _Recorded(Recording, PretrainedJob):
+    pass
 
 
-class _OneShape(PretrainedJob):
-    """All batches have one length and there is no validation, so each direction needs one graph."""
-
-    def build_data(self) -> Data:
-        return Data(train=_sequences(200), collate=lambda samples: _pad(samples, (len(samples), 40), classes=False))
-
-
-_BATCHES: list[dict[str, torch.Tensor]] = []
 PLAIN = "--micro-batch-size 8 --clip-grad 0 --weight-decay 0 --lr-decay-style constant"
 
 
@@ -53,27 +44,19 @@ PLAIN = "--micro-batch-size 8 --clip-grad 0 --weight-decay 0 --lr-decay-style co
 def test_trains_as_a_loop_over_peft_does(base: Path, tmp_path: Path, variant: str) -> None:
     flags = f"--lora-variant {variant} --lora-alpha 12 {PLAIN}"
     run(base, tmp_path / "start", f"{flags} --lr 0")
-    _BATCHES.clear()
-    found = run(base, tmp_path / "run", flags, job=_Recorded)
+    job = _job(base, tmp_path / "run", flags, _Recorded)
+    found = trained(job)
     saved = json.loads((tmp_path / "run/export/adapter_config.json").read_text())
     assert (saved["r"], saved["lora_alpha"]) == (4, 12)
     assert (saved["use_rslora"], saved["use_dora"]) == (variant == "rslora", variant == "dora")
     theirs = peft.PeftModel.from_pretrained(
         GPT2LMHeadModel.from_pretrained(base, dtype=torch.float32), str(tmp_path / "start/export"), is_trainable=True
     ).train()
-    optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=1e-2, weight_decay=0)
-    losses = []
-    for batch in _BATCHES[-4:]:
-        loss = theirs(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
+    losses, weights = train_by_hand(theirs, job.batches[-4:])
     assert [loss for loss, _ in found["curve"]] == pytest.approx(losses, rel=1e-6)
-    weights = {name.removeprefix("base_model.model."): p for name, p in theirs.named_parameters() if p.requires_grad}
     assert weights.keys() == found["weights"].keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(found["weights"][name].float(), weight.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found["weights"][name].float(), weight, rtol=1e-4, atol=1e-5)
 
 
 def test_only_adapters_are_kept_and_what_is_frozen_stays(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,42 +79,17 @@ def test_a_base_in_half_the_bytes_trains_to_the_same_bits(base: Path) -> None:
     """Autocast rounds the same weights to the same bits before each product."""
     whole = run(base, None, "--mixed-precision bf16")
     half = run(base, None, "--mixed-precision bf16 --quantize-base half")
-    assert half["curve"] == whole["curve"]
-    assert all(torch.equal(half["weights"][name], weight) for name, weight in whole["weights"].items())
+    assert_follows(half, whole, 0, 0)
     sizes = [found["summary"]["receipts"]["frozen_bytes"] for found in (half, whole)]
     layers = 2 * (16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 + 64 + 64 * 16 + 16)
     assert sizes[1] - sizes[0] == 2 * layers
 
 
-def test_merged_model_is_the_adapted_one(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_merged_is_refused(base: Path, tmp_path: Path, says: Says) -> None:
     run(base, tmp_path / "run")
-    assert main(["export", str(tmp_path / "run"), "--merge"]) == 0
-    assert "wrote" in capsys.readouterr().out
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/merged").eval()
-    adapted = peft.PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(base), str(tmp_path / "run/export")).eval()
-    tokens = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        assert (merged(tokens).logits - adapted(tokens).logits).abs().max() < 1e-6
-        assert (merged(tokens).logits - GPT2LMHeadModel.from_pretrained(base)(tokens).logits).abs().max() > 1e-3
-    assert main(["export", str(tmp_path / "run"), "--merge"]) == 2
-    assert "already exists" in capsys.readouterr().err
-    assert main(["export", str(tmp_path), "--merge"]) == 2
-    assert "holds no adapters" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.longer
-@pytest.mark.parametrize("flags", ["", "--lora-dropout 0.2 --lora-variant rslora"])
-def test_graphs_of_onnx_runtime_have_the_adapters_in_them(base: Path, flags: str) -> None:
-    """The covering table also contains adapters in such graphs."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    plain = run(base, None, flags, job=_OneShape)
-    found = run(base, None, f"{flags} --onnx-runtime-training", job=_OneShape)
-    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(plain["curve"]), rtol=1e-5, atol=1e-6)
-    assert found["weights"].keys() == plain["weights"].keys()
-    for name, weight in plain["weights"].items():
-        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
+    (tmp_path / "run/merged").mkdir()
+    for folder in (tmp_path / "run", tmp_path):
+        says.command(f"export {folder} --merge")
 
 
 @pytest.mark.slow
@@ -158,14 +116,14 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_model_and_adapters_do_not_go_on_from_each_other(base: Path, tmp_path: Path) -> None:
+def test_a_whole_model_and_adapters_do_not_go_on_from_each_other(base: Path, tmp_path: Path, says: Says) -> None:
     run(base, tmp_path / "adapters", "--train-iters 2")
     kind = type("Job", (PretrainedJob,), {"folder": str(base)})
     flags = "--train-iters 4 --global-batch-size 8 --lr 1e-2"
-    with pytest.raises(CheckpointError, match="holds adapters, and this model has none"):
+    with says(CheckpointError):
         kind([*flags.split(), "--save", str(tmp_path / "adapters"), "--resume"]).fit()
     kind([*flags.split(), "--save", str(tmp_path / "whole")]).fit()
-    with pytest.raises(CheckpointError, match="holds a whole model, and this run trains adapters"):
+    with says(CheckpointError):
         run(base, tmp_path / "whole", "--resume --train-iters 6")
 
 
@@ -190,15 +148,10 @@ def test_named_layers_alone(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--lora-target-modules q_proj", "GPT2LMHeadModel has no layer called q_proj"),
-        ("--lora-target-modules wte,ln_1", "cannot get adapters"),
-        ("--lora-modules-to-save head", "has no module called head"),
-    ],
+    "flags", ["--lora-target-modules q_proj", "--lora-target-modules wte,ln_1", "--lora-modules-to-save head"]
 )
-def test_names_that_are_not_there(base: Path, flags: str, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
+def test_names_that_are_not_there(base: Path, flags: str, says: Says) -> None:
+    with says(ModelError):
         run(base, None, flags)
 
 
@@ -224,7 +177,7 @@ def test_a_folder_of_adapters_is_a_pretrained_model(base: Path, tmp_path: Path) 
         assert (model.eval()(tokens).logits - adapted(tokens).logits).abs().max() < 1e-6
 
 
-def test_adapters_of_a_script_get_no_others(base: Path) -> None:
+def test_adapters_of_a_script_get_no_others(base: Path, says: Says) -> None:
     """The export would name modules inside of peft's model, which nothing could load."""
 
     class Job(PretrainedJob):
@@ -234,14 +187,5 @@ def test_adapters_of_a_script_get_no_others(base: Path) -> None:
             model: torch.nn.Module = peft.get_peft_model(super().make(), peft.LoraConfig(target_modules=["c_attn"]))
             return model
 
-    with pytest.raises(ModelError, match="PeftModel already has adapters, and --lora-rank adds others"):
+    with says(ModelError):
         trained(Job(STEPS.split()))
-
-
-def test_all_linear_leaves_the_head_out() -> None:
-    from rapidformer_templates.switches.lora.transform import targets_of
-
-    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
-    ends = {name.rpartition(".")[2] for name in targets_of(model, "all-linear", None).layers}
-    assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

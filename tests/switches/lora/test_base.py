@@ -5,33 +5,26 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    DistilBertModel,
-)
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.switches.lora.transform import targets_of
+from tests.support.messages import Says
 from tests.support.preference_runs import pretrained, words
 from tests.support.saved_models import open_saved
+from tests.support.selection import by_default
 from tests.support.texts import write_jsonl
 
-Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.slow
 
 
@@ -49,70 +42,59 @@ def run(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
     return folder / "run"
 
 
-def _words(command: str, run: Path, folder: Path, *more: str) -> list[str]:
-    own = {
-        "evaluate": [],
-        "predict": ["--input", str(run.parent / "rows.jsonl"), "--max-new-tokens", "2"],
-        "chat": ["--max-new-tokens", "2"],
-        "export": ["--merge"],
-        "train": ["--task", "causal_lm", "--train-iters", "1", "--seq-length", "32", "--lr", "1e-3", "--no-save"],
-    }[command]
-    if command == "train":
-        name = ["--data-dir", str(run.parent), "--pretrained-model-name-or-path", str(run / "export")]
-        return [*own, *name, *more]
-    output = (
-        ["--output", str(folder / ("out.jsonl" if command == "predict" else "out"))]
-        if command in ("export", "predict")
-        else []
-    )
-    return [command, str(run), *own, *output, *more]
+OWN = {
+    "evaluate": "evaluate {run}",
+    "predict": "predict {run} --input {root}/rows.jsonl --max-new-tokens 2 --output {out}.jsonl",
+    "chat": "chat {run} --max-new-tokens 2",
+    "export": "export {run} --merge --output {out}",
+    "train": "--task causal_lm --train-iters 1 --seq-length 32 --lr 1e-3 --no-save --data-dir {root}"
+    " --pretrained-model-name-or-path {run}/export",
+}
+"""Commands that read the base of adapters."""
 
 
-COMMANDS = ("evaluate", "predict", "chat", "export", "train")
-
-
-def _call(words: list[str]) -> int:
+@pytest.fixture(autouse=True)
+def a_question() -> Iterator[None]:
     with mock.patch("sys.stdin", io.StringIO("the cat\n")):
-        return main(words)
+        yield
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_base_that_has_moved_is_named(command: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
-    assert _call(_words(command, run, tmp_path)) == 2
-    error = capsys.readouterr().err
-    assert f"the base of the adapters no longer exists: {run.parent / 'start'}" in error
-    assert "--base FOLDER" in error
+def _command(name: str, run: Path, folder: Path) -> str:
+    return OWN[name].format(run=run, root=run.parent, out=folder / "out")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_new_place_can_be_named(command: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
-    assert _call(_words(command, run, tmp_path, "--base", str(run.parent / "moved"))) == 0
+@pytest.mark.parametrize("command", OWN)
+def test_a_base_that_has_moved_is_named(command: str, run: Path, tmp_path: Path, says: Says) -> None:
+    says.command(_command(command, run, tmp_path), ROOT=run.parent)
+
+
+@pytest.mark.parametrize("command", by_default(["evaluate", "export", "train"], OWN))
+def test_the_new_place_can_be_named(
+    command: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{_command(command, run, tmp_path)} --base {run.parent / 'moved'}".split()
+    assert main([*words, *(["--json"] if command == "evaluate" else [])]) == 0
     if command == "evaluate":
-        capsys.readouterr()
-        assert _call(_words(command, run, tmp_path, "--base", str(run.parent / "moved"), "--json")) == 0
         metrics = json.loads(capsys.readouterr().out)
         expected = json.loads((run / "summary.json").read_text())["metrics"]["eval_loss"]
         assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
     if command == "export":
-        plain = AutoModelForCausalLM.from_pretrained(run.parent / "moved")
+        plain = transformers.AutoModelForCausalLM.from_pretrained(run.parent / "moved")
         merged = PeftModel.from_pretrained(plain, run / "export").merge_and_unload()
         ids = torch.arange(4)[None]
-        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
         torch.testing.assert_close(found, merged(ids).logits, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_base_with_other_weights_is_refused(command: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("command", by_default(["evaluate", "export", "train"], OWN))
+def test_a_base_with_other_weights_is_refused(command: str, run: Path, tmp_path: Path, says: Says) -> None:
     other = tmp_path / "other"
     shutil.copytree(run.parent / "moved", other)
     weights = load_file(other / "model.safetensors")
     name = next(name for name in weights if name.endswith("c_attn.weight"))
     weights[name][0, 0] += 1e-3
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    assert _call(_words(command, run, tmp_path, "--base", str(other))) == 2
-    error = capsys.readouterr().err
-    assert "are not those with which the adapters" in error
-    assert name in error
+    says.command(f"{_command(command, run, tmp_path)} --base {other}", ROOT=run.parent)
 
 
 def test_python_names_it_too(run: Path) -> None:
@@ -121,21 +103,24 @@ def test_python_names_it_too(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        ("evaluate {moved} --base {moved} --data-dir {run}/..", "there are no adapters that need a base"),
-        ("evaluate {run} --base {run}", "there is no config.json in"),
-        ("export {run} --base {moved} --output {run}/new", "only --merge reads the base of adapters"),
+        "evaluate {root}/moved --base {root}/moved --data-dir {root}",
+        "evaluate {root}/run --base {root}/run",
+        "export {root}/run --base {root}/moved --output {root}/run/new",
     ],
 )
-def test_a_base_that_nobody_reads_is_refused(words: str, message: str, run: Path, capsys: Capture) -> None:
-    assert _call(words.format(run=run, moved=run.parent / "moved").split()) == 2
-    assert message in capsys.readouterr().err
+def test_a_base_that_nobody_reads_is_refused(words: str, run: Path, says: Says) -> None:
+    says.command(words.format(root=run.parent), ROOT=run.parent)
 
 
 BODIES = {
-    "bert": lambda size: BertModel(BertConfig(**SIZES, vocab_size=size), add_pooling_layer=False),
-    "distilbert": lambda size: DistilBertModel(DistilBertConfig(dim=16, n_layers=1, n_heads=2, vocab_size=size)),
+    "bert": lambda size: transformers.BertModel(
+        transformers.BertConfig(**SIZES, vocab_size=size), add_pooling_layer=False
+    ),
+    "distilbert": lambda size: transformers.DistilBertModel(
+        transformers.DistilBertConfig(dim=16, n_layers=1, n_heads=2, vocab_size=size)
+    ),
 }
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 NEW = {"bert": "bert.pooler.dense", "distilbert": "pre_classifier"}
@@ -145,7 +130,7 @@ NEW = {"bert": "bert.pooler.dense", "distilbert": "pre_classifier"}
 @pytest.mark.parametrize("kind", BODIES)
 def test_layers_that_the_base_lacks_are_trained_and_exported(kind: str, bert_folder: Path, tmp_path: Path) -> None:
     """With frozen random values that no file contains, the export would be another model."""
-    tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bert_folder)
     torch.manual_seed(0)
     BODIES[kind](len(tokenizer)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -157,7 +142,7 @@ def test_layers_that_the_base_lacks_are_trained_and_exported(kind: str, bert_fol
     assert {name for name in weights if "lora" not in name} == {
         f"base_model.model.{module}.{part}" for module in (NEW[kind], "classifier") for part in ("weight", "bias")
     }
-    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
     by_peft = PeftModel.from_pretrained(base, tmp_path / "run/export").eval()
     ours: Any = open_saved(str(tmp_path / "run")).model
     batch = tokenizer(words(5, 1), return_tensors="pt")
@@ -167,7 +152,9 @@ def test_layers_that_the_base_lacks_are_trained_and_exported(kind: str, bert_fol
 
 def test_a_pretrained_layer_whose_name_ends_like_the_head_is_trained_whole_too() -> None:
     """peft would take pre_classifier for the head and for a layer with an adapter at once."""
-    model = DistilBertForSequenceClassification(DistilBertConfig(dim=16, n_layers=1, n_heads=2, vocab_size=9))
+    model = transformers.DistilBertForSequenceClassification(
+        transformers.DistilBertConfig(dim=16, n_layers=1, n_heads=2, vocab_size=9)
+    )
     targets = targets_of(model, "all-linear", None)
     assert targets.trained_whole == ["classifier", "pre_classifier"]
     assert not any("classifier" in name for name in targets.layers)

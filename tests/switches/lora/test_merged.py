@@ -24,6 +24,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models import weight_files
 from tests.support import parity
 from tests.support.jobs import VOCABULARY, CausalJob
+from tests.support.messages import Says
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
@@ -43,14 +44,8 @@ KINDS = {
     "trained embeddings": "--lora-modules-to-save wte",
     "dora": "--lora-variant dora --lora-target-modules c_attn,lm_head",
 }
-LAYOUTS = {
-    "one process": "--micro-batch-size 8",
-    "ddp": "--micro-batch-size 4",
-    "fsdp": "--micro-batch-size 4 --fsdp-memory-optimization",
-    "zero-3": "--micro-batch-size 4 --zero-3-memory-optimization",
-}
-CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if (kind, layout) != ("dora", "zero-3")]
-SHORT = [(kind, "one process") for kind in KINDS]
+LAYOUTS = {"fsdp": "--fsdp-memory-optimization", "zero-3": "--zero-3-memory-optimization"}
+CASES = [*((kind, "") for kind in KINDS), ("adapters of the head", "fsdp"), ("trained head", "zero-3")]
 
 
 class Tied(CausalJob):
@@ -74,24 +69,24 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "layout"), by_default(SHORT, CASES))
+@pytest.mark.parametrize(("kind", "layout"), by_default([(kind, "") for kind in KINDS], CASES))
 def test_the_merged_model_is_the_one_that_was_evaluated(
     kind: str, layout: str, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder, flags = tmp_path / "run", f"{KINDS[kind]} {LAYOUTS[layout]}"
-    if layout == "one process":
-        run = _train(None, str(folder), str(base), flags)
+    folder, flags = str(tmp_path / "run"), f"{KINDS[kind]} --micro-batch-size {4 if layout else 8}"
+    if layout:
+        run = run_in_workers(2, _train, folder, str(base), f"{flags} {LAYOUTS[layout]}")[0]
     else:
-        run = run_in_workers(2, _train, str(folder), str(base), flags)[0]
+        run = _train(None, folder, str(base), flags)
     capfd.readouterr()
     with warnings.catch_warnings(record=True) as caught:
-        merge(folder / "export", tmp_path / "merged")
+        merge(tmp_path / "run/export", tmp_path / "merged")
     assert capfd.readouterr() == ("", "")
     assert [str(warning.message) for warning in caught if warning.category is UserWarning] == []
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    config = read_config(folder / "export")
-    here, _ = read_model(GPT2LMHeadModel, folder / "export", config)
-    _assert_same_weights(here, folder / "export", tmp_path)
+    config = read_config(tmp_path / "run/export")
+    here, _ = read_model(GPT2LMHeadModel, tmp_path / "run/export", config)
+    _assert_same_weights(here, tmp_path / "run/export", tmp_path)
     data = CausalJob().build_data()
     assert data.valid is not None
     for model in (plain.eval(), here.eval()):
@@ -118,7 +113,7 @@ def _assert_same_weights(in_memory: Any, adapters: Path, root: Path) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in in_memory.state_dict().items())
 
 
-def test_a_weight_that_neither_folder_has_is_named(base: Path, tmp_path: Path) -> None:
+def test_a_weight_that_neither_folder_has_is_named(base: Path, tmp_path: Path, says: Says) -> None:
     """Adapters of other programs have no fingerprints, so nothing else would notice it."""
     model = GPT2LMHeadModel.from_pretrained(base)
     adapters, part = tmp_path / "adapters", tmp_path / "part"
@@ -131,14 +126,12 @@ def test_a_weight_that_neither_folder_has_is_named(base: Path, tmp_path: Path) -
     weights = load_file(part / "model.safetensors")
     del weights["transformer.h.1.mlp.c_fc.weight"]
     save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ModelError, match=r"1 weights are missing in .*part, such as transformer\.h\.1\.mlp\.c_fc\.weight"
-    ):
+    with says(ModelError):
         merge(adapters, tmp_path / "random", str(part))
     assert not (tmp_path / "random").exists()
 
 
-def test_an_architecture_that_ties_always_is_refused(tmp_path: Path) -> None:
+def test_an_architecture_that_ties_always_is_refused(tmp_path: Path, says: Says) -> None:
     """T5 scales the output of a tied head, so untied weights make a different model."""
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes)).save_pretrained(tmp_path)
@@ -146,5 +139,5 @@ def test_an_architecture_that_ties_always_is_refused(tmp_path: Path) -> None:
     _note_untied(model)
     assert model.config.tie_word_embeddings
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    with pytest.raises(ModelError, match="is tied to its embeddings"):
+    with says(ModelError):
         _note_untied(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import RapidformerError
+from tests.support import parallel_jobs as _parallel_jobs  # noqa: F401 - registers them
+from tests.support.adapters import Recording, read_codes, train_by_hand
 from tests.support.jobs import CausalJob, PretrainedJob
-from tests.support.parallel_jobs import train_all
-from tests.support.parity import Trained, reference, trained, weights_apart
-from tests.support.selection import by_default, selected
-from tests.support.worker_pool import run_in_workers
+from tests.support.messages import Says
+from tests.support.parity import Trained, assert_close, assert_follows, observed, reference, trained, weights_apart
+from tests.support.selection import by_default
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
@@ -35,31 +35,6 @@ SHAPES = [(48, 16), (7, 5), (64, 96)]
 """Rows that are not a multiple of a block of 64, a whole weight that is not, and blocks that cross the ends of rows."""
 STEPS = "--train-iters 4 --global-batch-size 8 --micro-batch-size 4 --lr 1e-2 --log-interval 1 --lora-rank 4"
 
-QUANTILES = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
-    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-"""Quantiles of NormalFloat, as listed in the appendix of the paper."""
-
-
-def expected(weight: torch.Tensor, coding: str) -> torch.Tensor:
-    """Return the dequantized weight: the nearest multiple of a step, or quantile, of its row or block of 64."""
-    flat = weight.flatten()
-    block = weight.shape[1] if coding == "int8" else 64
-    read = []
-    for part in flat.split(block):
-        if coding == "nf4":
-            code = torch.tensor(QUANTILES)
-            nearest = (part[:, None] / part.abs().max() - code).abs().argmin(1)
-            read.append(code[nearest] * part.abs().max())
-        else:
-            lowest, highest = (-127, 127) if coding == "int8" else (-8, 7)
-            step = part.abs().max() / ((highest - lowest) / 2)
-            # The greatest number is midway between two integers, and torchao multiplies by the inverse.
-            read.append((part * (1 / step)).round().clamp(lowest, highest) * step)
-    return torch.cat(read).view(weight.shape)
-
 
 @pytest.mark.parametrize("coding", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -69,7 +44,7 @@ def test_codes_stand_for_the_nearest_numbers(coding: str, shape: tuple[int, int]
     stored = kind.write(weight)
     assert stored.dtype == torch.uint8
     assert len(stored) == kind.size
-    torch.testing.assert_close(kind.read(stored, torch.float32), expected(weight, coding), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(kind.read(stored, torch.float32), read_codes(weight, coding), rtol=1e-6, atol=1e-7)
     assert torch.equal(kind.read(stored, torch.bfloat16), kind.read(stored, torch.float32).bfloat16())
     assert kind.read(stored, torch.float64).dtype == torch.float64
     zeros = kind.write(torch.zeros(shape))
@@ -137,7 +112,7 @@ def test_adapters_train_as_beside_the_read_weights(
     read = GPT2LMHeadModel.from_pretrained(base)
     for module in read.modules():
         if isinstance(module, Conv1D):
-            module.weight.data = expected(module.weight.data.T, coding).T.contiguous()
+            module.weight.data = read_codes(module.weight.data.T, coding).T.contiguous()
     read.save_pretrained(tmp_path / "read")
     plain = run(tmp_path / "read", None, "")
     found = run(
@@ -173,22 +148,16 @@ def test_nf4_trains_as_peft_beside_bitsandbytes_layers_does(tmp_path: Path) -> N
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=67, num_key_value_heads=2, max_position_embeddings=64))
     model.save_pretrained(tmp_path / "base")
-    batches: list[dict[str, torch.Tensor]] = []
 
-    class Job(CausalJob):
+    class Job(Recording, CausalJob):
         def make(self) -> torch.nn.Module:
             return LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)  # type: ignore[no-any-return]
-
-        def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            if model.training and hasattr(self, "model"):
-                batches.append(batch)
-            return super().compute_loss(model, batch)
 
     flags = "--quantize-base nf4 --micro-batch-size 8 --clip-grad 0 --weight-decay 0 --lr-decay-style constant"
     start = [*STEPS.split(), *flags.split(), "--save", str(tmp_path / "start"), "--lr", "0"]
     trained(Job(start))
-    batches.clear()
-    found = trained(Job([*STEPS.split(), *flags.split()]))
+    job = Job([*STEPS.split(), *flags.split()])
+    found = trained(job)
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     for name, module in list(theirs.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
@@ -200,20 +169,13 @@ def test_nf4_trains_as_peft_beside_bitsandbytes_layers_does(tmp_path: Path) -> N
             parent, _, last = name.rpartition(".")
             setattr(theirs.get_submodule(parent), last, layer.to("cpu"))
     theirs = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "start/export"), is_trainable=True).train()
-    optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=1e-2, weight_decay=0)
-    losses = []
-    for batch in batches[-4:]:
-        loss = theirs(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses, _ = train_by_hand(theirs, job.batches[-4:])
     assert [loss for loss, _ in found["curve"]] == pytest.approx(losses, rel=1e-6)
 
 
-def test_codes_that_are_forgotten_end_the_run(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_that_are_forgotten_end_the_run(base: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     monkeypatch.setattr("rapidformer_templates.switches.lora.transform._quantize", lambda *args, **more: None)
-    with pytest.raises(RapidformerError, match="8 layers in int8 were expected; 0 are"):
+    with says(RapidformerError):
         run(base, None, "--quantize-base int8")
 
 
@@ -221,72 +183,36 @@ def test_codes_that_are_forgotten_end_the_run(base: Path, monkeypatch: pytest.Mo
 
 LORA = "--train-iters 4 --global-batch-size 8 --clip-grad 0.1 --no-export-model --lora-rank 3 --lora-alpha 24"
 FOUR = "nf4" if HAS_NF4 else "int4"
-LAYOUTS = {
-    "ddp": ("gpt2-4-tied", True, f"--micro-batch-size 2 --quantize-base {FOUR}"),
-    "zero-1": ("gpt2-4-tied", False, f"--micro-batch-size 4 --quantize-base {FOUR} --zero-1-memory-optimization"),
-    "zero-2": ("llama-4-tied", False, "--micro-batch-size 2 --quantize-base int8 --zero-2-memory-optimization"),
-    "zero-2-bf16": (
-        "gpt2-4-tied", False,
-        "--micro-batch-size 4 --quantize-base int4 --zero-2-memory-optimization --mixed-precision bf16",
-    ),
-    "oss": ("bert-4-untied", True, "--micro-batch-size 4 --quantize-base int4 --oss-memory-optimization"),
-    "sdp": ("gpt2-4-tied", False, "--micro-batch-size 2 --quantize-base int8 --oss-sdp-memory-optimization"),
+BF16 = "--mixed-precision bf16"
+LAYOUTS = {  # name: (job, fp64, flags of the layout, coding)
+    "ddp": ("gpt2-4-tied", True, "--micro-batch-size 2", FOUR),
+    "zero-1": ("gpt2-4-tied", False, "--micro-batch-size 4 --zero-1-memory-optimization", FOUR),
+    "zero-2": ("llama-4-tied", False, "--micro-batch-size 2 --zero-2-memory-optimization", "int8"),
+    "zero-2-bf16": ("gpt2-4-tied", False, f"--micro-batch-size 4 --zero-2-memory-optimization {BF16}", "int4"),
+    "oss": ("bert-4-untied", True, "--micro-batch-size 4 --oss-memory-optimization", "int4"),
+    "sdp": ("gpt2-4-tied", False, "--micro-batch-size 2 --oss-sdp-memory-optimization", "int8"),
     "pipeline": (
-        "gpt2-4-tied", True,
-        f"--micro-batch-size 2 --quantize-base {FOUR} --pipeline-model-parallel-size 2 --checkpoint-activations",
+        "gpt2-4-tied", True, "--micro-batch-size 2 --pipeline-model-parallel-size 2 --checkpoint-activations", FOUR,
     ),
-    "offload": ("gpt2-4-tied", False, "--micro-batch-size 4 --quantize-base int8 --cpu-offload"),
+    "offload": ("gpt2-4-tied", False, "--micro-batch-size 4 --cpu-offload", "int8"),
 }  # fmt: skip
-
-
-SHORT = ("zero-2", "zero-2-bf16", "sdp", "pipeline", "offload")
+SHORT = ("zero-2-bf16", "sdp", "pipeline")
 """Layouts that run by default: each coding, and each way to hold the base."""
-
-
-def _two_workers(workers: Any, layouts: list[str]) -> dict[str, Any]:
-    cases = {name: LAYOUTS[name] for name in layouts}
-    return train_all(workers, {name: (job, double, f"{LORA} {f}") for name, (job, double, f) in cases.items()})
-
-
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run_in_workers(2, _two_workers, selected(request, "layout"))[0]  # type: ignore[no-any-return]
-
-
-def _mathematics(flags: str) -> str:
-    """Return those flags of a run that one process with the same results also needs."""
-    words = flags.split()
-    kept = ("--quantize-base", "--mixed-precision")
-    return " ".join(f"{flag} {value}" for flag, value in itertools.pairwise(words) if flag in kept)
-
-
-@pytest.fixture(scope="module")
-def references(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The runs in one process, with one micro batch per step."""
-    return {
-        name: reference(job, double, f"{LORA} --micro-batch-size 8 {_mathematics(flags)}")
-        for name, (job, double, flags) in LAYOUTS.items()
-        if name in selected(request, "layout")
-    }
 
 
 @pytest.mark.distributed
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("layout", by_default(SHORT, LAYOUTS))
-def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> None:
-    found, wanted, double = runs[layout], references[layout], LAYOUTS[layout][1]
-    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (found, wanted)]
-    assert found["weights"].keys() == wanted["weights"].keys()
-    if layout.endswith("bf16"):  # 8 bits of mantissa, and each half of a batch is rounded separately
-        torch.testing.assert_close(*curves, rtol=2**-7, atol=0)
+def test_layout_follows_one_process(layout: str) -> None:
+    job, double, flags, coding = LAYOUTS[layout]
+    steps, narrow = f"{LORA} --quantize-base {coding}", BF16 in flags
+    found = observed(2, job, double, f"{steps} {flags}")[0]
+    wanted = reference(job, double, f"{steps} --micro-batch-size 8 {BF16 if narrow else ''}")
+    if narrow:  # 8 bits of mantissa, and each half of a batch is rounded separately
+        assert_close(found["curve"], wanted["curve"], 2**-7, 0)
         assert weights_apart(found["weights"], wanted["weights"]) < 2**-7
     else:
-        torch.testing.assert_close(
-            *curves, **({"rtol": 1e-9, "atol": 1e-11} if double else {"rtol": 1e-5, "atol": 1e-6})
-        )
-        limits = {"rtol": 1e-9, "atol": 1e-11} if double else {"rtol": 1e-4, "atol": 1e-5}
-        for name, weight in wanted["weights"].items():
-            torch.testing.assert_close(found["weights"][name], weight, **limits)
-    if layout != "pipeline" and not layout.endswith("bf16"):  # DeepSpeed rounds what is not quantized
-        sizes = [each["summary"]["receipts"]["frozen_bytes"] for each in (found, wanted)]
+        assert_follows(found, wanted, *((1e-9, 1e-11) if double else (1e-5, 1e-6, (1e-4, 1e-5))))
+    if layout != "pipeline" and not narrow:  # DeepSpeed rounds what is not quantized
+        sizes = [run["summary"]["receipts"]["frozen_bytes"] for run in (found, wanted)]
         assert sizes[0] == sizes[1]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.models.model_files import OWN_EXPERTS
 from rapidformer_templates.switches.mixture_of_experts.layer import patch_native_experts
+from rapidformer_templates.switches.mixture_of_experts.transform import load_mixture
+from tests.support.jobs import CausalJob
+from tests.support.messages import Says
 from tests.support.mixtures import MixtralJob, tiny
 from tests.support.parity import trained
 from tests.support.worker_pool import alone
 
-IDS = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(1))
 
 
 def _gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -82,3 +89,36 @@ def test_a_router_loss_that_depends_on_the_micro_batch_is_noted(flags: str, caps
     assert noted == (not flags)
     differ = abs(curves[0][-1][1] - curves[1][-1][1]) > 1e-4
     assert differ == noted
+
+
+# Exports can be loaded, but not by code that would fill them with random numbers.
+
+FLAGS = "--train-iters 1 --lr 1e-2 --micro-batch-size 2"
+
+
+def test_a_converted_model_is_read_again(tmp_path: Path, says: Says) -> None:
+    job = CausalJob([*FLAGS.split(), "--num-experts", "4", "--moe-layer-interval", "2", "--save", str(tmp_path)])
+    job.fit()
+    export = tmp_path / "export"
+    with pytest.raises(ValueError, match="moe-gpt2"):
+        AutoModelForCausalLM.from_pretrained(export)
+    model = load_mixture(export)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, job.model.eval()(IDS).logits, rtol=1e-6, atol=1e-7)
+    assert json.loads((export / "config.json").read_text())["num_experts"] == 4
+    weights = load_file(export / "model.safetensors")
+    name = next(name for name in weights if "experts" in name)
+    save_file({other: weight for other, weight in weights.items() if other != name}, export / "model.safetensors")
+    with says(ValueError):
+        load_mixture(export)
+
+
+def test_a_mixture_of_transformers_stays_one(tmp_path: Path) -> None:
+    job = MixtralJob([*FLAGS.split(), "--moe-loss-coeff", "0.01", "--save", str(tmp_path)])
+    job.fit()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    assert model.config._experts_implementation == "grouped_mm"
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, job.model.eval()(IDS).logits, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="from_pretrained"):
+        load_mixture(tmp_path / "export")

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks.stand_in_host import taken_for_a_gpu
+from benchmarks.stand_in_host import ROOM, taken_for_a_gpu
 from rapidformer_templates.errors import ModelError, SwitchDidNothing
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
+from rapidformer_templates.switches.auto_strategy.memory import predict, variant_of
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.step_seconds import exposed_copies
+from rapidformer_templates.switches.auto_strategy.timing import GB
 from tests.support.compiled_jobs import OneLength
 from tests.support.jobs import DeepJob
+from tests.support.messages import Says
+from tests.support.model_shapes import shapes
+from tests.support.plans import planned
 from tests.support.requests import CPU, GPUS, codes, config_of, refusal
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
@@ -39,21 +49,6 @@ if "fairscale" in installed_packages():
 if installed_packages().keys() >= {"onnxruntime", "onnxscript"}:
     ENGINES["onnx"] = "--micro-batch-size 4 --onnx-runtime-training"
 
-LONGER = {
-    "experts",
-    "ddp",
-    "distributed",
-    "tensor",
-    "sequence",
-    "pipeline",
-    "checkpointed",
-    "compiled",
-    "zero-2",
-    "zero-3",
-    "sdp",
-    "onnx",
-}
-"""For ``make test-longer``. The other engines include one of each kind."""
 IN_GRAPHS = {"compiled", "onnx"}
 """Engines that need seconds for each shape of a batch."""
 IN_FLIGHT = {"pipeline", "interleaved"}
@@ -77,7 +72,7 @@ def _both(workers: Any, name: str) -> list[Any]:
 
 @pytest.mark.distributed
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("name", by_default(ENGINES.keys() - LONGER, ENGINES))
+@pytest.mark.parametrize("name", by_default(["fsdp", "interleaved"], ENGINES))
 def test_every_engine_computes_the_same_bits(name: str) -> None:
     for (before, wanted), (receipts, curve) in run_in_workers(2, _both, name):
         assert curve == wanted
@@ -88,30 +83,20 @@ def test_every_engine_computes_the_same_bits(name: str) -> None:
         assert receipts.get("saved_tensor_bytes") == before.get("saved_tensor_bytes")
 
 
-def test_a_cpu_is_refused_before_any_worker_starts() -> None:
-    text = refusal("--offload-activations --checkpoint-activations", CPU)
-    assert "error[RF215]: this run is on a CPU: what blocks keep is in host memory already" in text
-    assert "no stream on which a copy runs during the computation" in text
+def test_a_cpu_is_refused_before_any_worker_starts(says: Says) -> None:
+    says.text(refusal("--offload-activations --checkpoint-activations", CPU))
     assert codes("--offload-activations", GPUS) == []
     assert codes("--offload-activations --torch-compile", GPUS) == []
     assert codes("--offload-activations --torch-compile cudagraphs", GPUS) == ["RF216"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "what"),
-    [
-        ("", "what blocks keep goes"),
-        ("--checkpoint-activations", "the inputs of recomputed blocks go"),
-        ("--recompute-activations", "the inputs of recomputed blocks, and their products with weights, go"),
-    ],
+    "flags",
+    ["", "--checkpoint-activations", "--recompute-activations", "--pipeline-model-parallel-size 2 --num-layers 4"],
 )
-def test_the_plan_says_what_goes_and_where_it_waits(flags: str, what: str) -> None:
+def test_the_plan_says_what_goes_and_where_it_waits(flags: str, says: Says) -> None:
     plan = resolve(REGISTRY.merge_files(config_of(f"--offload-activations {flags}")), GPUS)
-    (note,) = [note for note in plan.notes if note.startswith("offload-activations")]
-    assert note.startswith(f"offload-activations: {what} to page-locked host memory while the next block computes")
-    assert "it waits" in note
-    piped = resolve(config_of("--offload-activations --pipeline-model-parallel-size 2 --num-layers 4"), GPUS)
-    assert any("the first backward of a step waits" in note for note in piped.notes)
+    says.text("\n".join(note for note in plan.notes if "offload-activations" in note))
 
 
 class Flat(DeepJob):
@@ -123,13 +108,68 @@ class Blockless(DeepJob):
         return torch.nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(
-    ("job", "error", "told"),
-    [
-        (Flat, SwitchDidNothing, "what the last block keeps stays"),
-        (Blockless, ModelError, "activation offloading found no repeated blocks"),
-    ],
-)
-def test_a_model_with_nothing_to_send_is_told(job: type[DeepJob], error: type[Exception], told: str) -> None:
-    with taken_for_a_gpu(256), pytest.raises(error, match=told):
+@pytest.mark.parametrize(("job", "error"), [(Flat, SwitchDidNothing), (Blockless, ModelError)])
+def test_a_model_with_nothing_to_send_is_told(job: type[DeepJob], error: type[Exception], says: Says) -> None:
+    with taken_for_a_gpu(256), says(error):
         job([*f"{STEPS} --micro-batch-size 4 --offload-activations".split()]).fit()
+
+
+# The prediction of the planner.
+
+HERE, AWAY = MemoryOptions(gpu=True), MemoryOptions(gpu=True, offloads_activations=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[ModelShapes]:
+    with mock.patch(f"{ROOM}.transform.MIN_BYTES", 1024):
+        yield shapes("gpt2", blocks=8)
+
+
+@pytest.mark.slow
+def test_all_but_two_blocks_are_on_the_host(model: ModelShapes) -> None:
+    layout = Layout(micro_batch=4)
+    here, away = (predict(model, layout, setting) for setting in (HERE, AWAY))
+    a_block = model.trace(variant_of(layout, AWAY)).sent / 7
+    assert here.host == 0
+    assert away.host == pytest.approx(7 * a_block)
+    saved = here.total - away.total
+    assert 5 * a_block < saved < 7 * a_block
+    assert here.parameters + here.optimizer == away.parameters + away.optimizer
+
+
+@pytest.mark.slow
+def test_micro_batches_in_flight_are_on_the_host(model: ModelShapes) -> None:
+    """The first of two stages has two micro batches in flight, and also sends what its last block keeps."""
+    layout = Layout(pipeline=2, micro_batch=4, accumulation=4)
+    here, away = (predict(model, layout, setting) for setting in (HERE, AWAY))
+    a_block = model.trace(variant_of(layout, AWAY)).sent / 7
+    assert away.host == pytest.approx(8 * a_block, rel=0.05)
+    assert here.total - away.total > 4 * a_block
+
+
+def test_a_step_waits_for_what_the_computation_does_not_hide() -> None:
+    """The forward is a third of the computation and hides the outgoing copies. The rest hides the returning copies."""
+    assert exposed_copies(1.0, 3.0) == 0
+    assert exposed_copies(1.5, 3.0) == pytest.approx(0.5)
+    assert exposed_copies(3.0, 3.0) == pytest.approx(2 + 1)
+
+
+@pytest.mark.slow
+def test_the_plan_tells_what_the_link_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = "--model-type gpt2 --num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --device cuda"
+    flags = f"--auto-strategy {sizes} --world-size 1 --micro-batch-size 8 --global-batch-size 8"
+    flags += " --no-checkpoint-activations"
+    (plain,) = planned(flags, 16)["layouts"]
+    assert plain["memory_gb"]["host"] == 0
+    seconds = []
+    for link in ("100000", "10", "5"):
+        monkeypatch.setenv("HOST_LINK_GBS", link)
+        answer = planned(f"{flags} --offload-activations", 16)
+        assert f"{float(link):g} GB/s to the host and back (HOST_LINK_GBS)" in answer["assumed"]
+        assert not [unknown for unknown in answer["not_predicted"] if unknown["switch"] == "offload-activations"]
+        (layout,) = answer["layouts"]
+        assert layout["memory_gb"]["total"] < plain["memory_gb"]["total"]
+        seconds.append(layout["step_seconds"])
+    copies = layout["memory_gb"]["host"] * GB
+    assert seconds[2] - seconds[1] == pytest.approx(2 * copies * (1 / 5 - 1 / 10) / GB, rel=1e-3)
+    assert seconds[0] < seconds[1]

@@ -36,21 +36,6 @@ def offloaded(blocks: list[nn.Module]) -> tuple[Offloader, StandInHost]:
     return offloader, memory
 
 
-def test_a_measuring_forward_keeps_no_products() -> None:
-    """No backward follows it, so that the offloader sends nothing to the host."""
-    model = MODELS["gpt2"](BLOCKS)
-    blocks = list(find_blocks(model).values())
-    for block in blocks:
-        block.forward = Checkpointed(block.forward, selective=True)
-    offloaded(blocks)
-    tokens = torch.randint(TOKENS, (4, 24), generator=torch.Generator().manual_seed(0))
-    with preserve_state(model), LiveStorages([*model.parameters(), *model.buffers()]) as live:
-        output = model.transformer(tokens, use_cache=False).last_hidden_state
-        kept = live.live
-    # Each block has products of 3, 1, 4 and 1 times the size of the hidden states, and keeps its input.
-    assert output.nbytes * BLOCKS < kept < output.nbytes * BLOCKS * 9
-
-
 # Models.
 
 
@@ -77,15 +62,7 @@ def _trained(name: str, recompute: str, precision: str, *, offload: bool) -> dic
     return {"losses": losses, "gradients": gradients, "kept": kept, "peak": live.peak, "counts": counts}
 
 
-KINDS = [
-    ("gpt2", "none", "fp32"),
-    ("gpt2", "selective", "bf16"),
-    ("gpt2", "full", "fp32"),
-    ("llama", "none", "bf16"),
-    ("llama", "selective", "fp32"),
-    ("llama", "full", "bf16"),
-    ("t5", "none", "fp32"),
-]
+KINDS = [("gpt2", "none", "fp32"), ("gpt2", "selective", "bf16"), ("llama", "full", "bf16"), ("t5", "none", "fp32")]
 
 
 @pytest.mark.slow

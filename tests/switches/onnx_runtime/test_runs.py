@@ -19,7 +19,6 @@ pytest.importorskip("onnxscript")
 from tests.support import jobs, parity
 from tests.support.compiled_jobs import OneLength
 from tests.support.selection import by_default
-from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.slow  # graphs of ten runs
 
@@ -130,16 +129,3 @@ def test_dropout_is_that_of_eager_also_after_a_resume(tmp_path: Path) -> None:
     whole = curve("--train-iters 6", "eager")
     halves = curve(f"--train-iters 3 {ORT}", "ort") + curve(f"--train-iters 6 --resume {ORT}", "ort")
     torch.testing.assert_close(torch.tensor(halves), torch.tensor(whole), rtol=1e-5, atol=1e-6)
-
-
-def _in_both(workers: Any) -> list[Any]:
-    flags = "--train-iters 6 --global-batch-size 8 --micro-batch-size 2"
-    return [parity.train("one-shape", False, f"{flags} {way}") for way in ("", ORT)]
-
-
-@pytest.mark.longer
-@pytest.mark.distributed
-def test_two_workers_follow_eager_ddp() -> None:
-    """The covering table contains two workers as well, with other switches."""
-    expected, actual = run_in_workers(2, _in_both)[0]
-    _close(actual, expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,59 +13,45 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.planning.environment import installed_packages
-from rapidformer_templates.planning.optimizers import DIVIDES_PARAMETERS, OPTIMIZERS
+from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.run.checkpoint.format import Reader
 from tests.support import parallel_jobs
 from tests.support.jobs import OTHERS, VOCABULARY, CausalJob
-from tests.support.parity import Trained, reference, train
-from tests.support.selection import by_default, selected
+from tests.support.parity import assert_close, assert_follows, observed, reference
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 6 --global-batch-size 8 --clip-grad 0.5 --lr-decay-style constant --no-export-model"
+STEPS += " --micro-batch-size 4"
 PACKAGES = installed_packages()
 NEW = [
     name
     for name in ("adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_anyprecision", "muon", "lion")
     if OPTIMIZERS[name].needs_package in (None, *PACKAGES)
 ]
-LAYOUTS = {
-    **{(name, "oss"): "--oss-memory-optimization" for name in NEW},
-    ("muon", "sdp"): "--oss-sdp-memory-optimization",
-    **{(name, "distributed"): "--use-distributed-optimizer" for name in NEW if "bit" in name},
-    ("adamw_anyprecision", "fsdp"): "--fsdp-memory-optimization",
-    ("adamw_anyprecision", "zero-2"): "--zero-2-memory-optimization --cpu-offload",
-    ("adamw_anyprecision", "zero-3"): "--zero-3-memory-optimization",
-    ("lion", "ddp"): "",
-    ("lion", "distributed"): "--use-distributed-optimizer",
-    ("lion", "fsdp"): "--fsdp-memory-optimization",
-    ("lion", "zero-1"): "--zero-1-memory-optimization",
-    ("lion", "zero-2"): "--zero-2-memory-optimization --cpu-offload",
-    ("lion", "zero-3"): "--zero-3-memory-optimization",
-}
-NEEDS = {"oss": "fairscale", "sdp": "fairscale", "zero-1": "deepspeed", "zero-2": "deepspeed", "zero-3": "deepspeed"}
-LAYOUTS = {case: switch for case, switch in LAYOUTS.items() if NEEDS.get(case[1]) in (None, *PACKAGES)}
-RESUMED = [
-    case
-    for case in (("adamw_anyprecision", "fsdp"), ("adamw_torch_4bit", "oss"), ("adamw_torch_8bit", "distributed"))
-    if case in LAYOUTS
+OSS, SDP, SHARDED = "--oss-memory-optimization", "--oss-sdp-memory-optimization", "--use-distributed-optimizer"
+FSDP = "--fsdp-memory-optimization"
+ZERO_1, ZERO_2, ZERO_3 = (f"--zero-{stage}-memory-optimization" for stage in (1, 2, 3))
+LAYOUTS = [
+    *((name, OSS) for name in NEW),
+    ("muon", SDP),
+    *((name, SHARDED) for name in NEW if "bit" in name),
+    ("adamw_anyprecision", FSDP),
+    ("adamw_anyprecision", f"{ZERO_2} --cpu-offload"),
+    ("adamw_anyprecision", ZERO_3),
+    *(("lion", switch) for switch in ("", SHARDED, FSDP, ZERO_1, f"{ZERO_2} --cpu-offload", ZERO_3)),
 ]
-
-
+LAYOUTS = [(name, switch) for name, switch in LAYOUTS if "oss" not in switch or "fairscale" in PACKAGES]
+LAYOUTS = [(name, switch) for name, switch in LAYOUTS if "zero" not in switch or "deepspeed" in PACKAGES]
 SHORT = {
-    ("adamw_bnb_8bit", "oss"),
-    ("adamw_torch_4bit", "oss"),
-    ("muon", "sdp"),
-    ("adamw_torch_8bit", "distributed"),
-    ("adamw_anyprecision", "fsdp"),
-    ("adamw_anyprecision", "zero-2"),
-    ("lion", "zero-3"),
+    ("adamw_bnb_8bit", OSS),
+    ("adamw_torch_4bit", OSS),
+    ("muon", SDP),
+    ("adamw_torch_8bit", SHARDED),
+    ("adamw_anyprecision", FSDP),
+    ("lion", ZERO_3),
 }
 """Layouts that run by default. Each optimizer and each engine is in at least one."""
-
-
-def _short(cases: Iterable[tuple[str, str]]) -> list[Any]:
-    """Return parameters of a test that takes a case."""
-    return by_default([(case,) for case in SHORT], [(case,) for case in cases])
 
 
 class Died(Exception):
@@ -90,57 +76,55 @@ class QuantizedJob(CausalJob):
 OTHERS |= {"quantized": QuantizedJob, **parallel_jobs.JOBS}
 
 
-def _resumed(name: str, switch: str, folder: str) -> str:
-    """Run a job that dies after step 5, resume it from its checkpoint of step 3, and return its folder."""
-    flags = f"{STEPS} --micro-batch-size 4 {switch} --optimizer {name} --lr 1e-3 --save {folder} --save-interval 3"
-    job = QuantizedJob(flags.split())
-    job.dies_after = 5
-    # Otherwise a worker ends its process with an error.
-    with pytest.raises(Died), mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
-        job.fit()
-    QuantizedJob([*flags.split(), "--resume"]).fit()
-    return folder
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "switch"), by_default(SHORT, LAYOUTS))
+def test_two_workers_follow_one_and_share_the_state(name: str, switch: str) -> None:
+    flags = f"{STEPS} --optimizer {name}"
+    alone = reference("quantized", False, flags)
+    # A sum in another order can change a code of a quantized moment to the next one.
+    tolerance = 2e-3 if "bit" in name else 1e-4 if name == "muon" else 1e-5
+    for run in observed(2, "quantized", False, f"{flags} {switch}"):
+        assert_close(run["curve"], alone["curve"], tolerance, 1e-6)
+        if switch in (OSS, SDP):
+            whole = alone["summary"]["receipts"]["optimizer_state_bytes"]
+            held = run["summary"]["receipts"]["held_bytes_by_rank"]
+            shares = [worker["optimizer_state_bytes"] for worker in held]
+            assert max(shares) < 0.8 * whole
+            tables = 2048 if name == "adamw_bnb_8bit" else 0  # each worker has these tables of codes
+            assert abs(sum(shares) - whole) <= tables
 
 
-def _in(folder: str | Path, case: tuple[str, ...]) -> str:
-    return f"{folder}/{'-'.join(case)}"
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_lion_moves_each_weight_of_a_divided_model_as_in_one_process(kind: str) -> None:
+    """The model has no biases: the loss does not depend on those of keys, so their gradients are noise of any sign."""
+    flags = f"{STEPS} --optimizer lion"
+    expected = reference("llama-4-tied", True, flags)
+    for run in observed(2, "llama-4-tied", True, f"{flags} --{kind}-model-parallel-size 2"):
+        assert_follows(run, expected, 1e-6, 0, weights=(0, 1e-12))
 
 
-def _all_runs(workers: Any, folder: str, cases: list[tuple[str, str]]) -> dict[Any, Any]:
-    runs = {}
-    for case in cases:
-        switch = LAYOUTS[case]
-        save = ("--save", _in(folder, case)) if case in RESUMED else ()
-        runs[case] = train("quantized", False, f"{STEPS} --micro-batch-size 4 {switch} --optimizer {case[0]}", *save)
-    for case in (case for case in cases if case in RESUMED):
-        _resumed(case[0], LAYOUTS[case], _in(folder, ("resumed", *case)))
-    return runs
+def _run(workers: Any, name: str, switch: str, folder: str, *, dies: bool) -> None:
+    """Train a job. It may die after step 5, and go on from its checkpoint of step 3."""
+    flags = f"{STEPS} {switch} --optimizer {name} --lr 1e-3 --save {folder} --save-interval 3".split()
+    if dies:
+        job = QuantizedJob(flags)
+        job.dies_after = 5
+        # Otherwise a worker ends its process with an error.
+        with pytest.raises(Died), mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+            job.fit()
+        flags.append("--resume")
+    QuantizedJob(flags).fit()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+def _both(workers: Any, name: str, switch: str, folder: str) -> None:
+    for dies in (False, True):
+        _run(workers, name, switch, f"{folder}/{dies}", dies=dies)
 
 
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, folder: Path) -> list[dict[Any, Any]]:
-    """The runs by rank."""
-    return run_in_workers(2, _all_runs, str(folder), selected(request, "case"))
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, Trained]:
-    """The runs of one worker by optimizer. Each has a checkpoint."""
-    flags = f"{STEPS} --micro-batch-size 4 --optimizer"
-    return {
-        name: train("quantized", False, f"{flags} {name}", "--save", f"{folder}/alone-{name}")
-        for name in (*NEW, "adamw_torch")
-    }
-
-
-def _contents(run: Path | str) -> Mapping[tuple[str, str], torch.Tensor]:
+def _contents(run: Path) -> Mapping[tuple[str, str], torch.Tensor]:
     """Return all tensors of a run's last checkpoint."""
-    reader = Reader(Path(run) / "checkpoints" / "step-6")
+    reader = Reader(run / "checkpoints" / "step-6")
     return {
         (kind, name): reader.read(kind, name, (0,) * len(shape), shape)
         for kind in ("weights", "optimizer")
@@ -148,102 +132,29 @@ def _contents(run: Path | str) -> Mapping[tuple[str, str], torch.Tensor]:
     }
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("case", _short(LAYOUTS), ids="-".join)
-def test_two_workers_follow_one(case: tuple[str, str], alone: Any, runs: Any) -> None:
-    expected = torch.tensor(alone[case[0]]["curve"])
-    # A sum in another order can change a code of a quantized moment to the next one.
-    tolerance = 2e-3 if "bit" in case[0] else 1e-4 if case[0] == "muon" else 1e-5
-    for results in runs:
-        torch.testing.assert_close(torch.tensor(results[case]["curve"]), expected, rtol=tolerance, atol=1e-6)
-
-
-LION = f"{STEPS} --micro-batch-size 4 --optimizer lion"
-
-
-LION_JOB = "llama-4-tied"
-"""A model without biases: the loss does not depend on a bias of the keys, so its gradient is noise of any sign."""
-
-
-def _lion_in_parts(workers: Any) -> list[Trained]:
-    return [train(LION_JOB, True, f"{LION} --{kind}-model-parallel-size 2") for kind in ("tensor", "pipeline")]
+RESUMED = [*((name, "") for name in NEW), ("adamw_anyprecision", FSDP), ("adamw_torch_8bit", SHARDED)]
+CODES = {"adamw_torch_8bit": ("exp_avg.codes", "exp_avg.scale"), "adamw_bnb_8bit": ("state1", "absmax1")}
 
 
 @pytest.mark.distributed
-def test_lion_moves_each_weight_of_a_divided_model_as_in_one_process() -> None:
-    expected = reference(LION_JOB, True, LION)
-    curve = torch.tensor(expected["curve"])
-    for run in (run for runs in run_in_workers(2, _lion_in_parts) for run in runs):
-        torch.testing.assert_close(torch.tensor(run["curve"]), curve, rtol=1e-6, atol=0)
-        for name, weight in expected["weights"].items():
-            torch.testing.assert_close(run["weights"][name], weight, rtol=0, atol=1e-12)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("case", _short(case for case in LAYOUTS if case[1] in ("oss", "sdp")), ids="-".join)
-def test_workers_share_the_state(case: tuple[str, str], alone: Any, runs: Any) -> None:
-    whole = alone[case[0]]["summary"]["receipts"]["optimizer_state_bytes"]
-    held = runs[0][case]["summary"]["receipts"]["held_bytes_by_rank"]
-    shares = [worker["optimizer_state_bytes"] for worker in held]
-    assert max(shares) < 0.8 * whole
-    tables = 2048 if case[0] == "adamw_bnb_8bit" else 0  # each worker has these tables of codes
-    assert abs(sum(shares) - whole) <= tables
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", by_default(["adamw_bnb_8bit", "adamw_anyprecision", "muon"], NEW))
-@pytest.mark.usefixtures("alone")
-def test_resumed_run_is_bitwise_the_whole_one(name: str, folder: Path, tmp_path: Path) -> None:
-    expected, actual = _contents(folder / f"alone-{name}"), _contents(_resumed(name, "", str(tmp_path / "died")))
+@pytest.mark.parametrize(
+    ("name", "switch"),
+    by_default([(name, "") for name in ("adamw_bnb_8bit", "adamw_torch_8bit", "muon")] + RESUMED[-2:], RESUMED),
+)
+def test_a_resumed_run_is_bitwise_the_whole_one(name: str, switch: str, tmp_path: Path) -> None:
+    if name not in NEW:
+        pytest.skip("its package is not installed")
+    arguments = (name, switch, str(tmp_path))
+    _ = run_in_workers(2, _both, *arguments) if switch else _both(None, *arguments)
+    expected, actual = (_contents(tmp_path / str(dies)) for dies in (False, True))
     assert expected.keys() == actual.keys()
     for entry, values in expected.items():
         assert values.dtype == actual[entry].dtype, entry
         assert torch.equal(values, actual[entry]), entry
-
-
-@pytest.mark.distributed
-@pytest.mark.usefixtures("runs")
-@pytest.mark.parametrize("case", RESUMED, ids="-".join)
-def test_two_workers_resume_bitwise(case: tuple[str, str], folder: Path) -> None:
-    expected, actual = _contents(_in(folder, case)), _contents(_in(folder, ("resumed", *case)))
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(values, actual[entry]) for entry, values in expected.items())
-
-
-@pytest.mark.slow
-def test_quantized_states_go_to_the_checkpoint_as_codes_and_scales(alone: Any, folder: Path) -> None:
-    for name, codes, scales in (
-        ("adamw_torch_8bit", "exp_avg.codes", "exp_avg.scale"),
-        ("adamw_bnb_8bit", "state1", "absmax1"),
-    ):
-        if name not in NEW:
-            continue
-        contents = _contents(folder / f"alone-{name}")
+    if name in CODES:
         matrix = "transformer.h.0.mlp.c_fc.weight"
-        assert contents["optimizer", f"{matrix}/{codes}"].dtype == torch.uint8
-        assert contents["optimizer", f"{matrix}/{scales}"].shape == (64 * 256 // 256,)
-        kept = json.loads((folder / f"alone-{name}/checkpoints/step-6/state.json").read_text())["engine"]["optimizer"]
+        codes, scales = (expected["optimizer", f"{matrix}/{part}"] for part in CODES[name])
+        assert codes.dtype == torch.uint8
+        assert scales.shape == (64 * 256 // 256,)
+        kept = json.loads((tmp_path / "False/checkpoints/step-6/state.json").read_text())["engine"]["optimizer"]
         assert kept == OPTIMIZERS[name].implementation.rule
-
-
-def test_state_is_as_small_as_promised(alone: Any) -> None:
-    """Small parameters keep fp32 and save less, so compare with the promise for the matrices alone."""
-    whole = alone["adamw_torch"]["summary"]["receipts"]["optimizer_state_bytes"]
-    for name in NEW:
-        held = alone[name]["summary"]["receipts"]["optimizer_state_bytes"]
-        assert OPTIMIZERS[name].state_bytes / 8 * whole * 0.99 < held < 0.75 * whole, name
-
-
-def test_losses_are_close_to_those_of_adamw(alone: Any) -> None:
-    expected = [loss for loss, _ in alone["adamw_torch"]["curve"]]
-    for name in NEW:
-        if name == "lion":  # another rule, with a smaller learning rate
-            continue
-        losses = [loss for loss, _ in alone[name]["curve"]]
-        assert losses[0] == pytest.approx(expected[0], rel=1e-6)
-        assert losses[-1] == pytest.approx(expected[-1], rel=0.01), name
-
-
-@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "muon"])
-def test_shards_of_parameters_are_refused(name: str) -> None:
-    assert OPTIMIZERS[name].not_under == DIVIDES_PARAMETERS

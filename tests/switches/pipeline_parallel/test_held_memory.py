@@ -34,8 +34,6 @@ from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
 from tests.support.selection import by_default
 
 STAGES, BLOCKS, SAMPLES, WIDTH = 4, 8, 8, 32
-HIDDEN = 4 * SAMPLES * LENGTH * WIDTH
-"""Bytes that a stage sends."""
 
 
 class _Transfer:
@@ -147,14 +145,6 @@ def test_a_stage_holds_what_the_planner_predicts(precision: str, recompute: str)
     for rank in (0, 1, STAGES - 1):
         held = Held("llama", rank, precision, recompute).peak
         assert predicted("llama", rank, precision, recompute) == pytest.approx(held, rel=0.03), rank
-
-
-def test_what_was_sent_is_kept_no_longer_than_it_travels() -> None:
-    """With recomputation, a micro batch leaves only the inputs of the two blocks."""
-    lives = Held("llama", 0, recompute="full").after_forwards[:STAGES]
-    third, fourth = lives[2] - lives[1], lives[3] - lives[2]  # the first two fill the link
-    assert third == fourth
-    assert 2 * HIDDEN <= third < 2.5 * HIDDEN
 
 
 @pytest.mark.slow

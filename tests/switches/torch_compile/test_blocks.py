@@ -18,27 +18,17 @@ from rapidformer_templates.switches.checkpoint_activations.declaration import Ch
 from rapidformer_templates.switches.torch_compile.declaration import TorchCompileFlags
 from rapidformer_templates.switches.torch_compile.transform import AUTOMATIC, EVALUATION
 from tests.support import compiled_jobs as _jobs  # noqa: F401 - registers them
-from tests.support import parity
-from tests.support.parity import Trained, assert_follows, train
-from tests.support.selection import by_default, selected
-from tests.support.worker_pool import alone, run_in_workers
+from tests.support.parity import assert_follows, reference, train
+from tests.support.selection import by_default
+from tests.support.worker_pool import alone
+
+pytestmark = pytest.mark.slow
 
 STEPS = "--train-iters 6 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
 ONE = f"{STEPS} --micro-batch-size 8"
 LIMITED = f"{ONE} --train-iters 20"
 """Enough steps for the limit of recompilations."""
-ENGINES = {
-    "ddp": "",
-    "fsdp": "--fsdp-memory-optimization",
-    "oss": "--oss-memory-optimization",
-    "zero-2": "--zero-2-memory-optimization",
-}
 COMPILED = "--torch-compile aot_eager"
-PAIRS = {
-    (engine, checkpointed): f"{STEPS} --micro-batch-size 4 {flags} {COMPILED} {checkpointed}"
-    for engine, flags in ENGINES.items()
-    for checkpointed in ("", "--checkpoint-activations")
-}
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +45,9 @@ def _report(run: Any) -> Any:
     return run["summary"]["receipts"]["compile"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("job", by_default(["even-llama"], ["even-causal", "even-masked", "even-llama"]))
 def test_steps_are_those_of_plain_eager(job: str) -> None:
-    expected = parity.reference(job, False, ONE)
+    expected = reference(job, False, ONE)
     run = train(job, False, f"{ONE} {COMPILED}")
     assert_follows(run, expected, atol=2e-6)
     report = _report(run)
@@ -75,49 +64,17 @@ def test_steps_are_those_of_plain_eager(job: str) -> None:
     }
 
 
-def _train_pairs(workers: Any, chosen: list[tuple[str, str]]) -> dict[tuple[str, str], Trained]:
-    return {pair: train("even-causal", False, PAIRS[pair]) for pair in chosen}
-
-
-@pytest.fixture(scope="module")
-def pairs(request: pytest.FixtureRequest) -> dict[tuple[str, str], Trained]:
-    return run_in_workers(2, _train_pairs, selected(request, "pair"))[0]
-
-
-@pytest.fixture(scope="module")
-def reference() -> Trained:
-    return parity.reference("even-causal", False, ONE)
-
-
-@pytest.mark.longer
-@pytest.mark.distributed
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_engines_take_compiled_blocks(pair: Any, pairs: Any, reference: Any) -> None:
-    """By default, the covering table compiles blocks under FSDP, OSS and ZeRO-2."""
-    run = pairs[pair]
-    assert_follows(run, reference, atol=2e-6)
-    report = _report(run)
-    assert report["graphs"] == 1
-    assert not report["graph_breaks"]
-    if pair[1]:
-        receipts = run["summary"]["receipts"]
-        assert receipts["saved_tensor_bytes"] < 0.5 * receipts["saved_tensor_bytes_without"]
-
-
-@pytest.mark.slow
-def test_inductor_computes_the_same(reference: Any) -> None:
+def test_inductor_computes_the_same() -> None:
     run = train("even-causal", False, f"{ONE} --torch-compile")
-    assert_follows(run, reference, atol=2e-6)
+    assert_follows(run, reference("even-causal", False, ONE), atol=2e-6)
     assert (_report(run)["backend"], _report(run)["graphs"]) == ("inductor", 1)
 
 
-@pytest.mark.slow
 def test_a_graph_for_each_shape_and_no_more() -> None:
     """With dynamic shapes, the number of graphs is the known number of shapes. Evaluations pad in another way."""
     flags = "--data-iterator dynamic-shape --tokens-per-batch 80 --max-shapes 3 --global-batch-size 2"
     flags += " --train-iters 20 --eval-interval 10 --micro-batch-size 2"
-    expected = parity.reference("pretrained-causal", False, flags)
+    expected = reference("pretrained-causal", False, flags)
     run = train("pretrained-causal", False, f"{flags} --torch-compile aot_eager")
     assert_follows(run, expected, atol=2e-6)
     assert run["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-5)
@@ -130,17 +87,15 @@ def test_a_graph_for_each_shape_and_no_more() -> None:
     assert again >= 2
 
 
-@pytest.mark.slow
 def test_shapes_that_vary_share_a_graph() -> None:
     steps = "--train-iters 12 --global-batch-size 8 --micro-batch-size 8"
-    expected = parity.reference("causal", False, steps)
+    expected = reference("causal", False, steps)
     run = train("causal", False, f"{steps} --torch-compile aot_eager")
     assert_follows(run, expected, atol=2e-6)
     # Training: one graph for the first shape and one for all others. Evaluation: any shape, another number of rows.
     assert _report(run)["graphs"] <= 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "regions", "graphs", "breaks", "limited"),
     [("breaking", 2, 1, 1, False), ("restless", 2, AUTOMATIC, 0, True), ("whole", 1, 1, 0, False)],
@@ -148,7 +103,7 @@ def test_shapes_that_vary_share_a_graph() -> None:
 def test_report_of_models_that_do_not_compile_well(
     job: str, regions: int, graphs: int, breaks: int, limited: bool
 ) -> None:
-    expected = parity.reference(job, False, LIMITED)
+    expected = reference(job, False, LIMITED)
     run = train(job, False, f"{LIMITED} --torch-compile eager")
     assert_follows(run, expected, atol=2e-6)
     report = _report(run)
@@ -189,7 +144,6 @@ def _gradients(model: nn.Module, precision: torch.dtype | None) -> list[torch.Te
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", by_default([torch.bfloat16], [None, torch.bfloat16]), ids=["fp32", "bf16"])
 def test_dropout_draws_the_same_numbers_in_a_recomputed_graph(precision: torch.dtype | None) -> None:
     expected = _gradients(_grown(0.2), precision)

@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from rapidformer_templates.planning.plan import EngineOptions, Plan
 from rapidformer_templates.switches.zero import compiled_parts as parts
+from tests.support.messages import Says
 
 # Builds like torch.utils.cpp_extension: it holds a file `lock` while it compiles, and a killed process leaves it.
 FAKE = """
@@ -125,14 +125,6 @@ def start(**environment: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("offload", "needed"),
-    [(None, ()), ("cpu", ("cpu_adam",)), ("nvme", ("cpu_adam", "async_io"))],
-)
-def test_needed_parts(offload: Literal["cpu", "nvme"] | None, needed: tuple[str, ...]) -> None:
-    assert parts.needed_parts(offload) == needed
-
-
 def test_built_once_with_a_message(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan = Plan("Trainer", engine=parts.ENGINE, engine_options=EngineOptions(offload="cpu"))
     parts.build_parts(plan)
@@ -146,14 +138,6 @@ def test_built_once_with_a_message(root: Path, capfd: pytest.CaptureFixture[str]
     parts.build_parts(plan)
     assert capfd.readouterr().err == ""
     assert builds(root) == 1
-
-
-def test_other_engines_and_zero_alone_build_nothing(root: Path) -> None:
-    parts.build_parts(Plan("Trainer", engine_options=EngineOptions(offload="cpu")))
-    assert parts.FOLDER not in os.environ
-    parts.build_parts(Plan("Trainer", engine=parts.ENGINE))
-    assert os.environ[parts.FOLDER] == str(root)
-    assert builds(root) == 0
 
 
 def test_each_device_and_version_has_a_folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,21 +166,15 @@ def test_half_written_library_does_not_count(root: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_stale_lock_is_explained_and_removed(root: Path) -> None:
+def test_a_stale_lock_is_removed_and_that_of_a_worker_is_respected(
+    root: Path, monkeypatch: pytest.MonkeyPatch, says: Says
+) -> None:
     parts.build(["cpu_adam"], "cpu")
     lock = root / "cpu_adam" / "lock"
     lock.touch()
-    said: list[str] = []
-    parts.build(["cpu_adam"], "cpu", said.append)
-    assert said == [f"removed a lock that a killed process left: {lock}"]
+    parts.build(["cpu_adam"], "cpu", lambda line: says.text(line, ROOT=root))
     assert not lock.exists()
     assert builds(root) == 1
-
-
-@pytest.mark.slow
-def test_lock_of_a_worker_that_loads_a_part_is_respected(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts.build(["cpu_adam"], "cpu")
-    lock = root / "cpu_adam" / "lock"
     lock.touch()
     monkeypatch.setattr(parts, "LOCK_SECONDS", 600)
     threading.Timer(0.5, lock.unlink).start()  # would fail if another process had removed it
@@ -213,19 +191,6 @@ def test_two_builders_at_once(root: Path) -> None:
     assert builds(root) == 1
     assert sum("built DeepSpeed's cpu_adam" in text for text in told) == 1
     assert sum("another process is building DeepSpeed's parts; waiting for it" in text for text in told) == 1
-
-
-@pytest.mark.slow
-def test_killed_starter_leaves_a_build_that_the_next_one_waits_for(root: Path) -> None:
-    first = start(FAKE_SECONDS="2")
-    wait_until((root / "cpu_adam" / "lock").exists)
-    first.kill()
-    first.communicate()
-    said: list[str] = []
-    parts.build(["cpu_adam"], "cpu", said.append)
-    assert said == ["another process is building DeepSpeed's parts; waiting for it"]
-    assert parts.is_built("cpu_adam", root)
-    assert builds(root) == 1
 
 
 def test_build_after_a_killed_one(root: Path) -> None:
@@ -256,59 +221,47 @@ def test_ctrl_c_ends_the_build(root: Path) -> None:
 
 def test_failed_build_shows_the_last_lines(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_ERROR", "cpu_adam.cpp:7: error: 'avx' was not declared\nninja: build stopped")
-    with pytest.raises(parts.PartError) as error:
+    with pytest.raises(parts.PartError, match="the build of DeepSpeed's cpu_adam failed:\n") as error:
         parts.build(["cpu_adam"], "cpu", lambda line: None)
-    text, hint = (
-        error.value.render(),
-        "the file holds all of it; if memory was short: MAX_JOBS=1 runs one compiler at a time",
-    )
-    assert text.startswith("error: the build of DeepSpeed's cpu_adam failed:\n")
+    text = error.value.render()
     assert "cpu_adam.cpp:7: error: 'avx' was not declared\n    ninja: build stopped\n" in text
-    assert text.endswith(f"  where  {root / 'cpu_adam.log'}\n  help   {hint}")
+    assert f"  where  {root / 'cpu_adam.log'}\n  help   the file holds all of it" in text
     assert "cpu_adam.cpp:7" in (root / "cpu_adam.log").read_text()
 
 
-def test_missing_tools(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     tools = tmp_path / "tools"
     monkeypatch.setenv("PATH", str(tools))
     compiler = tools / "cc"
     compiler.write_text("#!/bin/sh\n/bin/cat >/dev/null\necho 'fatal error: libaio.h: No such file' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert parts.problems("async_io") == "libaio's header or library is missing: apt-get install libaio-dev"
+    says.text(str(parts.problems("async_io")))
     assert parts.problems("cpu_adam") is None
     (tools / "Python.h").unlink()
-    headers = "Python's C headers (Python.h) are missing: apt-get install python3-dev"
-    assert parts.problems("cpu_adam") == headers
+    says.text(str(parts.problems("cpu_adam")))
     (tools / "ninja").unlink()
-    assert parts.problems("cpu_adam") == "no ninja on PATH: pip install ninja"
+    says.text(str(parts.problems("cpu_adam")))
     monkeypatch.setenv("CXX", "clang++-99 -v")
-    with pytest.raises(parts.PartError) as error:
+    with says(parts.PartError, VERSION=root.name):
         parts.build(["cpu_adam"], "cpu")
-    reason = "no C++ compiler (clang++-99) on PATH: apt-get install g++"
-    assert error.value.render() == f"error: DeepSpeed's cpu_adam cannot be built here: {reason}"
 
 
-@pytest.mark.parametrize("other_on_path", [False, True])
-def test_ninja_of_a_virtual_environment_goes_first(
-    other_on_path: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ninja_of_a_virtual_environment_goes_first(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ninja rebuilds what another version of it has compiled: in the workers, where nobody sees the reason."""
     tools, scripts = tmp_path / "tools", tmp_path / "scripts"
     scripts.mkdir()
     shutil.copy(tools / "ninja", scripts)
-    if not other_on_path:
-        (tools / "ninja").unlink()
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.setattr(parts.sysconfig, "get_path", lambda name: str(scripts))
     parts.export("cpu")
     assert os.environ["PATH"].split(os.pathsep) == [str(scripts), str(tools)]
 
 
-def test_folder_that_cannot_be_written(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_written(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(parts.FOLDER, str(tmp_path / "file" / "folder"))
-    with pytest.raises(parts.PartError, match="DeepSpeed's parts cannot be built"):
+    with says(parts.PartError, VERSION=root.name):
         parts.build(["cpu_adam"], "cpu")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,114 +16,40 @@ import torch
 
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from tests.support.jobs import OTHERS, CausalJob
-from tests.support.machine import why_no_nvme
-from tests.support.parity import reference, train, weights_apart
+from tests.support.parity import train, weights_apart
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
 
-FP16 = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
-HOST = {"device": "cpu", "pin_memory": True}
-AUTO_OPTIMIZER = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
-AUTO_SCHEDULE = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
-AUTO_BATCH = dict.fromkeys(
-    ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"), "auto"
-)
-AUTO = {
-    "fp16": {"enabled": "auto", **FP16},
-    "optimizer": {"type": "AdamW", "params": AUTO_OPTIMIZER},
-    "scheduler": {"type": "WarmupLR", "params": AUTO_SCHEDULE},
-    **AUTO_BATCH,
-    "steps_per_print": 2000,
-    "wall_clock_breakdown": False,
-}
-MANUAL = {
-    "fp16": {"enabled": True, **FP16},
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500},
-    },
-    "steps_per_print": 2000,
-    "wall_clock_breakdown": False,
-}
-ZERO_2 = {
-    "stage": 2,
-    "offload_optimizer": HOST,
-    "allgather_partitions": True,
-    "allgather_bucket_size": 2e8,
-    "overlap_comm": True,
-    "reduce_scatter": True,
-    "reduce_bucket_size": 2e8,
-    "contiguous_gradients": True,
-}
-ZERO_3 = {
-    "stage": 3,
-    "offload_optimizer": HOST,
-    "offload_param": HOST,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
-BUCKETS = {
-    "reduce_bucket_size": 1e6,
-    "stage3_prefetch_bucket_size": 0.94e6,
-    "stage3_param_persistence_threshold": 1e4,
-}
 FILES: dict[str, dict[str, Any]] = {
-    "zero-2-auto": {**AUTO, "zero_optimization": ZERO_2},
-    "zero-2-manual": {**MANUAL, "zero_optimization": ZERO_2},
-    "zero-3-auto": {**AUTO, "zero_optimization": ZERO_3},
-    "zero-3-manual": {**MANUAL, "zero_optimization": {**ZERO_3, **BUCKETS}},
+    file.stem: json.loads(file.read_text(encoding="utf-8")) for file in Path(__file__).with_name("guide").glob("*.json")
 }
+MANUAL = FILES["zero-2-manual"]
 # The guide's rates hardly move a model in a few steps. The same file with other rates, in fp32, shows every option.
 LOUDER = {
-    **MANUAL,
-    "fp16": {"enabled": False, **FP16},
+    "fp16": {"enabled": False},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.6, 0.8], "eps": 1e-4, "weight_decay": 0.3}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3, "warmup_num_steps": 4}},
 }
 SMALL = {"allgather_bucket_size": 2e6, "reduce_bucket_size": 2e6}  # those of the guide take 1.6 GB of each worker
-FILES["zero-2-louder"] = {**LOUDER, "zero_optimization": ZERO_2 | SMALL}
+FILES["zero-2-louder"] = {**MANUAL, **LOUDER, "zero_optimization": MANUAL["zero_optimization"] | SMALL}
 STEPS = "--train-iters 5 --global-batch-size 8"
 FLAGS = {"auto": f"{STEPS} --lr 1e-3 --weight-decay 0.1 --lr-warmup-iters 3", "manual": STEPS, "louder": STEPS}
 
 
-def _nvme(folder: str) -> dict[str, Any]:
-    """Return the guide's example for a disk, with another folder than ``/local_nvme``."""
-    place = {"device": "nvme", "nvme_path": folder, "pin_memory": True}
-    aio = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}
-    return {
-        "zero_optimization": {
-            **ZERO_3,
-            "offload_optimizer": {**place, "buffer_count": 4, "fast_init": False},
-            "offload_param": {**place, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
-            "aio": aio,
-        }
-    }
-
-
 def _train_all(workers: Any, folder: str, names: list[str]) -> dict[str, Any]:
-    def run(name: str, job: str, flags: str) -> Any:
-        flags = f"{flags} --micro-batch-size 2 --deepspeed-config {folder}/{name}.json"
-        return train(job, False, flags, lr=None)
+    def flags(name: str) -> str:
+        return f"{FLAGS[name.rpartition('-')[2]]} --micro-batch-size 2 --deepspeed-config {folder}/{name}.json"
 
-    results = {name: run(name, "causal", FLAGS[name.rpartition("-")[2]]) for name in names}
-    return results | ({} if why_no_nvme() else {"nvme": run("nvme", "wide", f"{STEPS} --lr 1e-3")})
+    return {name: train("causal", False, flags(name), lr=None) for name in names}
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("runs")
-    for name, file in {**FILES, "nvme": _nvme(f"{folder}/disk")}.items():
+    for name, file in FILES.items():
         text = json.dumps(file, indent=4).replace("\n    }\n", "\n    },\n")  # some files of the guide have such commas
         (folder / f"{name}.json").write_text(text)
     found: dict[str, Any] = run_in_workers(2, _train_all, str(folder), selected(request, "name"))[0]
@@ -167,8 +94,6 @@ def references() -> dict[str, Any]:
         OTHERS["by-hand"] = job
         found[name] = train("by-hand", False, f"{STEPS} --micro-batch-size 8 {flags}")
     del OTHERS["by-hand"]
-    if not why_no_nvme():
-        found["nvme"] = reference("wide", False, f"{STEPS} --micro-batch-size 8")
     return found
 
 
@@ -179,12 +104,6 @@ def test_a_file_of_the_guide_follows_one_process(name: str, references: Any, run
     _assert_like(expected, actual, 2**-9 if kind == "manual" else 1e-5, moved=kind != "manual")
     assert actual["summary"]["receipts"]["optimizer_class"].endswith("DeepSpeedCPUAdam")
     assert actual["summary"]["receipts"]["parameter_dtypes"] == ["float16" if kind == "manual" else "float32"]
-
-
-def test_the_guides_file_for_a_disk_follows_one_process(references: Any, runs: Any) -> None:
-    if why := why_no_nvme():
-        pytest.skip(why)
-    _assert_like(references["nvme"], runs["nvme"], 1e-5, moved=True)
 
 
 def _assert_like(expected: Any, actual: Any, rtol: float, *, moved: bool) -> None:
