@@ -117,25 +117,19 @@ def places(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, gpt_fold
         ("bad/train.csv", [*rows, "one,two"]),
     ):  # fmt: skip
         (data / file).write_text("\n".join(["text,second,label,number", *lines]))
-    talks = [(words(2 + i % 5, i), words(1 + i % 6, 40 + i)) for i in range(14)]
-    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in talks]
-    write_jsonl(data / "chats/train.jsonl", [{"messages": messages} for messages in chats])
+    talks = [(("user", words(2 + i % 5, i)), ("assistant", words(1 + i % 6, 40 + i))) for i in range(14)]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    write_jsonl(data / "chats/train.jsonl", chats)
     write_jsonl(data / "texts/train.jsonl", [{"text": text} for text in DOCUMENTS])
     write_jsonl(data / "pairs/train.jsonl", pairs())
     write_jsonl(data / "judged/train.jsonl", judged())
     (data / "corpus.txt").write_text("\n\n".join(f"{d}\n{d[::-1]}. {d}." for d in DOCUMENTS))
     (data / "other.txt").write_text("\n\n".join(DOCUMENTS[::-1]))
     models = tmp_path_factory.mktemp("models")
-    model, larger = pretrained(models / "gpt", gpt_folder), pretrained(models / "larger", gpt_folder, layers=3)
-    found = {
-        "bert": bert_folder,
-        "gpt": gpt_folder,
-        "data": data,
-        "model": model,
-        "larger": larger,
-        "cache": models / "cache",
-    }
-    places = {name: str(path) for name, path in found.items()} | {"run": str(models / "old")}
+    found = {"bert": bert_folder, "gpt": gpt_folder, "data": data, "cache": models / "cache", "run": models / "old"}
+    found |= {"model": pretrained(models / "gpt", gpt_folder)}
+    found |= {"larger": pretrained(models / "larger", gpt_folder, layers=3)}
+    places = {name: str(path) for name, path in found.items()}
     Trainer(_filled(f"{RUNS['classes']} --save {{run}}", places)).fit()
     return {**places, "classifier": str(models / "old" / "export"), "saved": str(models / "old")}
 

@@ -53,7 +53,7 @@ RETURNED: dict[str, list[Any]] = {
     "read_outputs": [None, [1, 2, 3], ([1], [1])],
     "compute_metrics": [0.5, {"accuracy": [0.5, 0.7]}, {"accuracy": None}],
 }  # fmt: skip
-"""What hooks return that cannot be used."""
+"""Return values of hooks that cannot be used."""
 
 
 @pytest.mark.parametrize("hook", RETURNED)
@@ -142,5 +142,5 @@ OWN_NAMES = "_compute_los loss build_dataset on_gpu tokenize build metrics data_
 def test_names_of_ones_own() -> None:
     for name in OWN_NAMES.split():
         check_names(_with(name))
-    check_names(_with("compute_losses", compute_loss=_method))  # a helper beside the hook that it is like
+    check_names(_with("compute_losses", compute_loss=_method))  # a helper that has nearly the name of its hook
     check_names(_with("count_target", 3))  # a value would never be called anyway

@@ -1,4 +1,4 @@
-"""What a run shows: each thing once on standard error, and a picture of its curves without empty panels."""
+"""The output of a run: each thing once on standard error, and a picture of its curves without empty panels."""
 
 from __future__ import annotations
 
