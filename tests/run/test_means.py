@@ -116,6 +116,9 @@ def test_steps_that_are_not_finite_do_not_count(tmp_path: Path) -> None:
     assert line["loss"] == pytest.approx(np.mean([job.losses[index] for index in (0, 2, 3)]), rel=1e-12)
     with pytest.raises(NonFiniteLoss):
         Infinite([*flags, "--no-save"]).fit()
+    means = log.Means({})
+    means.add({"loss": torch.tensor(float("inf"))})
+    assert math.isnan(means.take()["loss"]), "the mean of no step is not a number"
 
 
 POISONED = 6

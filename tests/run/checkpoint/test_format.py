@@ -76,8 +76,9 @@ def test_any_box_of_any_shards(
     assert torch.equal(reader.read("weights", "w", offset, size), expected)
 
 
-def saved(folder: Path, step: int = 3) -> Path:
-    return checkpoint.save(folder, step, Shelf(), {"samples": 4}, alone())
+def saved(folder: Path, step: int = 3, weights: torch.Tensor | None = None) -> Path:
+    boxes = None if weights is None else [whole_shard("w", weights)]
+    return checkpoint.save(folder, step, Shelf(boxes), {"samples": 4}, alone())
 
 
 @pytest.mark.parametrize("limit", [1, 100, 10**9])
@@ -136,6 +137,12 @@ def test_a_full_disk_still_takes_all_shards(background: bool, tmp_path: Path, mo
         (partial(saver.start, 1, shelf, {}, None) if background else save)()
     assert brought == ["weights"] * 3 + ["optimizer"] * 3
     saver.close()
+
+
+def test_a_type_that_safetensors_does_not_know_is_an_error(tmp_path: Path, says: Says) -> None:
+    with says(ValueError):
+        saved(tmp_path, weights=torch.zeros(2, dtype=torch.complex128))
+    assert list(tmp_path.iterdir()) == []
 
 
 FAILURES = ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO", "ENOENT", "ESTALE", "EBUSY", "memory")
