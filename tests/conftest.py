@@ -57,7 +57,6 @@ TWO_AT_MOST = (
     "tests/run/test_inference.py",
     "tests/run/test_evaluated_rows.py",
     "tests/run/test_out_of_memory.py",
-    "tests/run/test_streaming.py",
     "tests/run/test_trackers.py",
     "tests/switches/test_other_package.py",
     "tests/switches/torch_compile/test_blocks.py",

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,39 +14,9 @@ from safetensors.torch import load_file
 from rapidformer_templates import Data
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.folder import read_metrics
-from tests.support.lines import FLAGS, Line
+from tests.support.lines import FLAGS, Died, Worsening
 
-BEST = [
-    *FLAGS,
-    "--epochs",
-    "6",
-    "--keep-best",
-    "--keep-checkpoints",
-    "1",
-    "--eval-interval",
-    "3",
-    "--save-interval",
-    "30",
-]
-
-
-class Died(Exception):
-    """Stands for the death of the process."""
-
-
-class Worsening(Line):
-    """On its way to the line, the fit passes through the validation sample. So the best step is early."""
-
-    dies_after: int | None = None
-
-    def build_data(self) -> Data:
-        data = super().build_data()
-        data.valid = [{"x": np.float32([1.0]), "y": np.float32([0.6])}]
-        return data
-
-    def on_step_end(self, step: int, result: Any) -> None:
-        if step == self.dies_after:
-            raise Died
+BEST = f"{' '.join(FLAGS)} --epochs 6 --keep-best --keep-checkpoints 1 --eval-interval 3 --save-interval 30".split()
 
 
 def train(folder: Path, *flags: str, dies_after: int | None = None) -> dict[str, Any]:
@@ -100,7 +69,7 @@ class Tied(Worsening):
 
 
 @pytest.mark.parametrize("sets", [(), ("near", "far")], ids=str)
-def test_the_lowest_loss_wins_among_equal_values(
+def test_the_loss_decides_among_equals(
     sets: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metric, loss = ("near/accuracy", "near/loss") if sets else ("accuracy", "eval_loss")
@@ -133,9 +102,7 @@ def test_the_results_without_a_best_step_are_of_the_last_one(capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_elsewhere_looks_for_its_own_best(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_goes_on_elsewhere_has_its_own_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Died):
         train(tmp_path / "first", dies_after=16)
     step, loss = best_of(tmp_path / "first")
@@ -149,9 +116,7 @@ def test_a_run_that_goes_on_elsewhere_looks_for_its_own_best(
 
 
 @pytest.mark.slow
-def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_best_checkpoint_that_is_gone_is_forgotten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run of an earlier version may have one, and a user may have cleaned up the folder."""
     train(tmp_path)
     step, _ = best_of(tmp_path)
@@ -165,9 +130,7 @@ def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(
 
 
 @pytest.mark.slow
-def test_a_best_checkpoint_that_is_damaged_at_the_end_does_not_cost_the_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_best_checkpoint_costs_no_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Harmed(Worsening):
         def on_checkpoint(self, step: int, folder: Path) -> None:
             if step == 30:

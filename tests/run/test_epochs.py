@@ -1,4 +1,4 @@
-"""Lengths and intervals in epochs take the same steps as ``--epochs``, or numbers of steps computed by hand."""
+"""Lengths and intervals in epochs, samples, tokens and minutes take the steps that counts and clocks give."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from rapidformer_templates import Callback, Pretrainer
+from rapidformer_templates import Pretrainer
 from rapidformer_templates.data.types import Bookmark, Data, Endless
 from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.run import steps as run_steps
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import CausalJob
+from tests.support.lines import Line
+from tests.support.messages import Says
 from tests.support.parity import trained
 from tests.support.selection import by_default
 from tests.support.texts import DOCUMENTS, write_jsonl
@@ -64,16 +67,11 @@ def test_a_length_in_epochs_takes_the_steps_of_epochs() -> None:
 
 
 def test_with_accumulation_it_is_the_run_of_that_many_steps() -> None:
+    """If a pass does not divide, it has the steps of an epoch."""
     counted = curve(f"--train-iters 2epochs {ACCUMULATED}")
     assert counted == curve(f"--train-iters 12 {ACCUMULATED}")
     np.testing.assert_allclose(counted, curve(f"--epochs 2 {MICRO}"), rtol=1e-9)
-
-
-def test_a_pass_that_does_not_divide_has_the_steps_of_an_epoch() -> None:
-    steps = [len(curve(f"{length} {MICRO}", OddJob)) for length in ("--epochs 2", "--train-iters 2epochs")]
-    assert steps == [14, 14]
-    counted = curve(f"--train-iters 1.5epochs {ACCUMULATED}", OddJob)
-    assert counted == curve(f"--train-iters 11 {ACCUMULATED}", OddJob)  # 1.5 × 7 = 10.5
+    assert [len(curve(f"{length} {MICRO}", OddJob)) for length in ("--epochs 2", "--train-iters 2epochs")] == [14, 14]
 
 
 def test_epochs_with_a_global_batch_take_the_whole_batch_at_once() -> None:
@@ -99,30 +97,21 @@ def test_passes_over_rows_that_are_not_samples(batches: str, gpt_folder: Path, t
         assert counted["steps"] == 2 * -(-by_epochs["steps"] // 4)
 
 
-@pytest.mark.parametrize("place", ["command line", "file", "script"])
-def test_the_steps_are_printed(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.yaml").write_text("train-iters: 0.5epochs\n", encoding="utf-8")
-    flags = {"command line": "--train-iters 0.5epochs", "file": f"--config {tmp_path}/run.yaml", "script": ""}
+@pytest.mark.parametrize("place", ["command line", "script"])
+def test_the_steps_are_printed(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--train-iters 0.5epochs" if place == "command line" else ""
     in_code = {"train_iters": "0.5epochs"} if place == "script" else {}
-    assert len(trained(Job(f"{flags[place]} {ACCUMULATED}", **in_code))["curve"]) == 3
+    assert len(trained(Job(f"{flags} {ACCUMULATED}", **in_code))["curve"]) == 3
     assert "note       --train-iters 0.5epochs: 3 steps, 6 per epoch" in capsys.readouterr().err
 
 
-class Ends(Callback):
-    """Records the ends of epochs."""
-
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-
-    def on_epoch_end(self, trainer: Any, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-
-def test_callbacks_see_the_end_of_each_pass() -> None:
-    counted, by_steps = Ends(), Ends()
-    trained(Job(f"--train-iters 2.5epochs {ACCUMULATED}", callbacks=[counted]))
-    trained(Job(f"--train-iters 15 {ACCUMULATED}", callbacks=[by_steps]))
-    assert (counted.epochs, by_steps.epochs) == ([1, 2], [])
+def test_hooks_see_the_end_of_each_pass() -> None:
+    for length, ended in (("2.5epochs", [1, 2]), ("15", [])):
+        epochs: list[int] = []
+        job = Job(f"--train-iters {length} {ACCUMULATED}")
+        job.on_epoch_end = epochs.append  # type: ignore[method-assign]
+        trained(job)
+        assert epochs == ended
 
 
 def saved(folder: Path) -> list[int]:
@@ -172,9 +161,12 @@ def _in_a_worker(workers: Workers, flags: str) -> Any:
 
 @pytest.mark.distributed
 def test_two_workers_take_the_steps_of_one() -> None:
-    both = run_in_workers(2, _in_a_worker, "--train-iters 1.5epochs --micro-batch-size 2 --global-batch-size 8")
+    flags = f"--train-iters 1.5epochs {ACCUMULATED}"  # 1.5 × 7 = 10.5
+    both = run_in_workers(2, _in_a_worker, flags)
     assert [len(one) for one in both] == [11, 11]
-    np.testing.assert_allclose(both[0], curve("--train-iters 11 --micro-batch-size 8", OddJob), rtol=1e-9)
+    wanted = curve(f"--train-iters 11 {ACCUMULATED}", OddJob)
+    assert curve(flags, OddJob) == wanted
+    np.testing.assert_allclose(both[0], wanted, rtol=1e-9)
 
 
 class Stream(Endless):
@@ -199,17 +191,83 @@ class StreamJob(Job):
         return Data(train=Stream(data.train), valid=data.valid, collate=data.collate)
 
 
-@pytest.mark.parametrize(
-    ("flags", "where", "hint"),
-    [
-        ("--epochs 1", "--epochs", "give --train-iters as a number of steps"),
-        ("--train-iters 1epochs", "--train-iters", "give it as a number of steps"),
-        ("--train-iters 4 --save-interval 1epochs", "--save-interval", "give it as a number of steps"),
-    ],
-)
-def test_a_stream_has_no_epochs(flags: str, where: str, hint: str, tmp_path: Path) -> None:
-    job = StreamJob(flags, save=str(tmp_path / "run"), no_save=False)
-    with pytest.raises(ConfigError, match="a stream without a length") as caught:
+@pytest.mark.parametrize("flags", ["--epochs 1", "--train-iters 1epochs", "--train-iters 4 --save-interval 1epochs"])
+def test_a_stream_has_no_epochs(flags: str, tmp_path: Path, says: Says) -> None:
+    with says(ConfigError):
+        StreamJob(flags, save=str(tmp_path / "run"), no_save=False).fit()
+    assert not (tmp_path / "run/checkpoints").exists() or not saved(tmp_path / "run")
+
+
+BY_COUNT = "--train-iters 10 --global-batch-size 8 --keep-checkpoints 99 --micro-batch-size 4"
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(folder / "metrics.jsonl") if name in line]
+
+
+def train(folder: Path, flags: str) -> Path:
+    Job(f"{BY_COUNT} {flags}", save=str(folder), no_save=False).fit()
+    return folder
+
+
+def crossings(counts: list[int], every: int) -> list[int]:
+    """Return the steps (from 1) in which a multiple was reached, and the last step."""
+    with_zero = itertools.pairwise([0, *counts])
+    found = [step for step, (before, after) in enumerate(with_zero, 1) if after // every > before // every]
+    return sorted({*found, len(counts)})
+
+
+def test_a_run_prints_20_lines_and_writes_100_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--lr", "0.01", "--micro-batch-size", "20", "--train-iters", "250", "--device", "cpu"]
+    Line([*flags, "--save", str(tmp_path)]).fit()
+    assert [line["step"] for line in lines(tmp_path, "lr")] == [*range(2, 251, 2)]
+    printed = [line.split("/")[0] for line in capsys.readouterr().err.splitlines() if " grad norm " in line]
+    assert printed == [f"step {step}" for step in (*range(12, 241, 12), 250)]
+
+
+def test_numbers_of_lines() -> None:
+    numbers = ((1, 1, 1), (10, 10, 10), (199, 199, 20), (1_000, 100, 20), (30_000, 300, 20), (10**6, 10**4, 20))
+    for steps, points, printed in numbers:
+        log, show = run_steps.log_intervals(steps, None)
+        assert show % log == 0
+        assert (-(-steps // log), -(-steps // show)) == (points, printed)
+    assert run_steps.log_intervals(30_000, 7) == (7, 7)
+
+
+def test_by_samples_and_tokens(tmp_path: Path) -> None:
+    folder = train(tmp_path, "--save-interval 20samples --eval-interval 300tokens")
+    tokens = [line["tokens"] for line in lines(folder, "lr")]
+    assert saved(folder) == crossings([8 * step for step in range(1, 11)], 20) == [3, 5, 8, 10]
+    assert 3 < len(crossings(tokens, 300)) < 10, "the case tells steps from tokens"
+    assert [line["step"] for line in lines(folder, "eval_loss")] == crossings(tokens, 300)
+
+
+def test_an_interval_shorter_than_a_step_is_a_step(tmp_path: Path) -> None:
+    folder = train(tmp_path, "--save-interval 0.00001epochs --eval-interval 0.00001epochs")
+    assert saved(folder) == [line["step"] for line in lines(folder, "eval_loss")] == list(range(1, 11))
+
+
+def test_a_resumed_run_goes_on_in_the_same_places(tmp_path: Path) -> None:
+    flags = "--save-interval 300tokens --eval-interval 20samples"
+    whole = train(tmp_path / "whole", flags)
+    job = Job(f"{BY_COUNT} {flags}", save=str(tmp_path / "cut"), no_save=False)
+    with pytest.raises(InterruptedError), mock.patch.object(job, "on_step_end", _dies_in_step(6)):
         job.fit()
-    assert (caught.value.where, caught.value.hint) == (f"{where} (command line)", hint)
-    assert not list(itertools.islice((tmp_path / "run/checkpoints").glob("*"), 1))
+    cut = train(tmp_path / "cut", f"{flags} --resume")
+    assert saved(cut) == saved(whole)
+    assert (
+        [x["step"] for x in lines(cut, "eval_loss")] == [x["step"] for x in lines(whole, "eval_loss")] == [3, 5, 8, 10]
+    )
+
+
+def _by_clock(workers: Workers, folder: str) -> list[int]:
+    """Each reading of the main worker's clock is 20 seconds after the previous one. The other clock does not move."""
+    clock = mock.patch.object(run_steps, "now", side_effect=itertools.count(0, 20 if workers.rank == 0 else 0))
+    with clock, mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+        return saved(train(Path(folder), "--save-interval 1min"))
+
+
+@pytest.mark.distributed
+def test_all_workers_go_by_one_clock(tmp_path: Path) -> None:
+    """It is read at the start, before each step, and after a save. So a save is due in the third step after each."""
+    assert run_in_workers(2, _by_clock, str(tmp_path)) == [[3, 6, 9, 10]] * 2

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rapidformer_templates import Data, Finetuner, Trainer
@@ -18,7 +19,8 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, DataError, RapidformerError, Refused
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import CausalJob
-from tests.support.parity import train as run_job
+from tests.support.messages import Says
+from tests.support.parity import observed, reference
 from tests.support.selection import by_default
 from tests.support.texts import WORDS, write_jsonl
 from tests.support.tracked import Tracked
@@ -51,11 +53,6 @@ def train(workers: Any, flags: list[str]) -> dict[str, Any]:
     return Trainer(flags).fit()
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rapidformer_templates.run.console.draw_curves", lambda folder, best: None)
-
-
 @pytest.fixture(scope="module")
 def alone(texts: Path, gpt_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Return the run folder and the summary of a run in one process."""
@@ -65,10 +62,8 @@ def alone(texts: Path, gpt_folder: Path, tmp_path_factory: pytest.TempPathFactor
 
 def mean_loss(folder: Path, texts: Path, tokenizer: Path, name: str) -> float:
     """Return the mean loss over all predicted tokens, by the formula, with the exported model and only transformers."""
-    model, tokens = (
-        AutoModelForCausalLM.from_pretrained(folder / "export").eval(),
-        AutoTokenizer.from_pretrained(tokenizer),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "export").eval()
+    tokens = AutoTokenizer.from_pretrained(tokenizer)
     total = count = 0.0
     for line in (texts / f"{name}.jsonl").read_text().splitlines():
         row = torch.tensor([[*tokens(json.loads(line)["text"])["input_ids"], tokens.eos_token_id][:24]])
@@ -78,7 +73,7 @@ def mean_loss(folder: Path, texts: Path, tokenizer: Path, name: str) -> float:
     return total / count
 
 
-def test_each_set_has_the_mean_over_its_own_targets(
+def test_each_set_has_the_mean_of_its_targets(
     alone: tuple[Path, dict[str, Any]], texts: Path, gpt_folder: Path
 ) -> None:
     folder, summary = alone
@@ -104,7 +99,7 @@ LAYOUTS = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", by_default(("FSDP", "pipeline"), LAYOUTS))
-def test_every_layout_evaluates_every_sample_once(
+def test_every_layout_is_exact(
     layout: str, alone: tuple[Path, dict[str, Any]], texts: Path, gpt_folder: Path, tmp_path: Path
 ) -> None:
     workers, more = LAYOUTS[layout]
@@ -141,22 +136,14 @@ def test_a_script_gives_its_sets_by_name(tmp_path: Path) -> None:
     assert "test/loss" not in summary["metrics"]
 
 
-def answer(context: str) -> dict[str, list[Any]]:
-    return {"text": [context.split()[5]], "answer_start": [context.index("sees ") + 5]}
-
-
 def test_an_answer_is_looked_up_in_its_own_set(bert_folder: Path, tmp_path: Path) -> None:
     """Question answering finds the true answers by their indices, which differ between the sets."""
     for name, count in (("train", 8), ("validation", 3), ("test", 5), ("far", 4)):
-        contexts = [f"number {i} the cat sees {word} today" for i, word in enumerate(WORDS[:count])]
-        rows = [
-            {
-                "question": "what",
-                "context": c,
-                "answers": {"text": [c.split()[5]], "answer_start": [c.index("sees ") + 5]},
-            }
-            for c in contexts
-        ]
+        rows: list[dict[str, Any]] = []
+        for i, word in enumerate(WORDS[:count]):
+            context = f"number {i} the cat sees {word} today"
+            answers = {"text": [word], "answer_start": [context.index("sees ") + 5]}
+            rows.append({"question": "what", "context": context, "answers": answers})
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
     seen: dict[str, list[list[str]]] = {}
 
@@ -183,30 +170,14 @@ def test_an_answer_is_looked_up_in_its_own_set(bert_folder: Path, tmp_path: Path
     assert spy.evaluate(rows)["exact_match"] == 100
     assert list(seen.values()) == [[[word] for word in WORDS[:5]], [[text] for text in told]]
     with pytest.raises(DataError, match="the metrics of these samples are unknown"):
-        spy.evaluate(_Copy(spy.data.test))
-
-
-class _Copy:
-    """A copy of a data set's samples."""
-
-    def __init__(self, samples: Any) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
+        spy.evaluate(Subset(spy.data.test, range(5)))
 
 
 def test_rows_are_evaluated_whatever_the_run_learnt_from(texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
     """A run of a mixture does not have a single file, and a corpus does not have rows."""
     for name in ("one", "two"):
         shutil.copytree(texts / "other", tmp_path / name)
-    given = [
-        *MODEL.split(),
-        *["--task", "causal_lm", "--no-save", "--lr", "1e-2", "--train-iters", "1", "--tokenizer-path"],
-    ]
+    given = f"{MODEL} --task causal_lm --no-save --lr 1e-2 --train-iters 1 --tokenizer-path".split()
     mixture, alone = (
         Finetuner([*given, str(gpt_folder), "--data-dir", str(tmp_path), "--data-name", name])
         for name in ("0.5 one 0.5 two", "one")
@@ -216,66 +187,43 @@ def test_rows_are_evaluated_whatever_the_run_learnt_from(texts: Path, gpt_folder
     assert mixture.evaluate(rows)["eval_loss"] != mixture.evaluate()["eval_loss"]
 
 
-REFUSED = {
-    "no test part": (["--data-name", "hard"], "the data set has no test part", "name a file or a folder of it test"),
-    "a set that is not there": (
-        ["--eval-data-name", "x=harb"],
-        "there is no data set 'harb'",
-        "where  --eval-data-name, x",
-    ),
-    "the name of the test part": (["--eval-data-name", "test"], "a validation set is called test", "--evaluate-test"),
-    "a name twice": (["--eval-data-name", "a=hard", "a=other"], "two sets are called a", "its own name"),
-    "no name": (["--eval-data-name", "=hard"], "'=hard' is not the name of a set", "hard=hard.jsonl"),
-    "another metric": (["--metric-for-best", "hart.jsonl/loss"], "has no metric 'hart.jsonl/loss'", "hard.jsonl/loss"),
-}
+REFUSED = (
+    "--data-name hard", "--eval-data-name x=harb", "--eval-data-name test", "--eval-data-name a=hard a=other",
+    "--eval-data-name =hard", "--metric-for-best hart.jsonl/loss",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_a_worker_starts(case: str, texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
-    more, message, hint = REFUSED[case]
-    flags = flags_of(texts, gpt_folder, tmp_path, *more)
-    with pytest.raises((ConfigError, DataError)) as refused:
-        Trainer([*flags, "--nproc-per-node", "64"]).fit()
-    assert message in refused.value.render()
-    assert hint in refused.value.render()
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused_before_a_worker_starts(words: str, texts: Path, gpt_folder: Path, tmp_path: Path, says: Says) -> None:
+    with says(RapidformerError, TEXTS=texts):
+        Trainer([*flags_of(texts, gpt_folder, tmp_path, *words.split()), "--nproc-per-node", "64"]).fit()
 
 
-def test_a_metric_of_other_labels_is_refused_before_the_first_step(bert_folder: Path, tmp_path: Path) -> None:
+def test_a_metric_of_other_labels_is_refused_at_the_start(bert_folder: Path, tmp_path: Path, says: Says) -> None:
     """Only the data determine which metrics exist."""
     write_jsonl(tmp_path / "train.jsonl", [{"text": WORDS[i], "label": "ab"[i % 2]} for i in range(8)])
     given = f"--task sequence_classification --model-type bert --tokenizer-path {bert_folder} --data-dir {tmp_path}"
     given += " --num-layers 1 --hidden-size 16 --num-attention-heads 2 --lr 1e-3 --train-iters 1 --save"
-    with pytest.raises(ConfigError, match="sequence_classification has no metric 'mse'"):
+    with says(ConfigError):
         Trainer([*given.split(), str(tmp_path / "run"), "--metric-for-best", "mse"]).fit()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (Data([{"x": 1}]), "there is no test part"),
-        (Data([{"x": 1}], valid={"a b": [1]}), "a validation set of build_data is called 'a b'"),
-        (Data([{"x": 1}], valid={"a": 3}), "the valid a samples of build_data are an int"),  # type: ignore[dict-item]
-    ],
-)
-def test_refused_of_a_script(data: Data, message: str) -> None:
-    class Own(Tracked):
-        def build_data(self) -> Data:
-            return data
-
-    with pytest.raises(RapidformerError) as refused:
-        Own(["--lr", "0.1", "--train-iters", "1", "--no-save", "--evaluate-test"]).fit()
-    assert message in refused.value.render()
+def test_refused_of_a_script(says: Says) -> None:
+    for data in (Data([{"x": 1}]), Data([{"x": 1}], valid={"a b": [1]}), Data([{"x": 1}], valid={"a": 3})):  # type: ignore[dict-item]
+        with says(RapidformerError):
+            own = type("Own", (Tracked,), {"build_data": lambda self, data=data: data})
+            own(["--lr", "0.1", "--train-iters", "1", "--no-save", "--evaluate-test"]).fit()
 
 
-def test_a_corpus_has_a_test_part_by_its_shares(flags: dict[str, Any]) -> None:
+def test_a_corpus_has_a_test_part_by_its_shares(flags: dict[str, Any], says: Says) -> None:
     given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if name != "data_path"]
     given += ["--data-path", *flags["data_path"], "--no-save", "--train-iters", "1", "--lr", "1e-3", "--evaluate-test"]
     summary = Trainer([*given, "--split", "70,15,15"]).fit()
     assert summary["metrics"].keys() >= {"eval_loss", "test/loss", "test/perplexity", "test/token_accuracy"}
-    with pytest.raises(DataError, match="the corpus has no test part"):
+    with says(DataError):
         Trainer([*given, "--split", "80,20,0"]).fit()
-    with pytest.raises(Refused, match="no validation and no test part"):
+    with says(Refused):
         Trainer([*given, "--streaming"]).fit()
 
 
@@ -302,9 +250,8 @@ def test_the_reference_is_computed_once_for_each_set(gpt_folder: Path, tmp_path:
     for name, count in (("train", 6), ("validation", 3), ("test", 2), ("far", 2)):
         rows = [{"prompt": WORDS[i], "chosen": WORDS[i + 1], "rejected": WORDS[i + 3]} for i in range(count)]
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    flags = (
-        f"--task preference {MODEL} --no-save --train-iters 2 --lr 1e-2 --evaluate-test --eval-data-name far".split()
-    )
+    flags = f"--task preference {MODEL} --no-save --train-iters 2 --lr 1e-2 --evaluate-test".split()
+    flags += ["--eval-data-name", "far"]
     flags += ["--data-dir", str(tmp_path), "--tokenizer-path", str(gpt_folder)]
     computed, beside = (Trainer([*flags, *more]).fit()["metrics"] for more in (["--precompute-reference"], []))
     assert {"far/loss", "test/rewards/margins"} <= computed.keys()
@@ -320,10 +267,8 @@ EVALUATED = {
 }
 
 
-def _evaluations(workers: Any, layout: str, iterations: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    flags = f"--train-iters 1 --global-batch-size 4 --eval-iters {iterations} {EVALUATED[layout]}"
-    result = run_job("causal", True, flags)
-    return result["evaluations"], result["weights"]
+EVALUATED_CASES = [(layout, *numbers) for layout in EVALUATED for numbers in ((2, 8), (4, 13))]
+EVALUATED_SHORT = [("at once", 2, 8), ("accumulated", 4, 13), ("replicas", 4, 13), ("tensor", 2, 8), ("context", 4, 13)]
 
 
 def _mean_over_targets(weights: dict[str, torch.Tensor], count: int) -> float:
@@ -337,15 +282,13 @@ def _mean_over_targets(weights: dict[str, torch.Tensor], count: int) -> float:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("iterations", "samples"), [(2, 8), (4, 13)])
-@pytest.mark.parametrize("layout", EVALUATED)
+@pytest.mark.parametrize(("layout", "iterations", "samples"), by_default(EVALUATED_SHORT, EVALUATED_CASES))
 def test_eval_iters_counts_global_batches(layout: str, iterations: int, samples: int) -> None:
     """The fourth batch has the last of 13 samples. No layout changes which samples count, or how often."""
-    if layout in ("at once", "accumulated"):
-        evaluations, weights = _evaluations(None, layout, iterations)
-    else:
-        evaluations, weights = run_in_workers(2, _evaluations, layout, iterations)[0]
-    assert evaluations == [pytest.approx(_mean_over_targets(weights, samples), rel=1e-9)]
+    flags = f"--train-iters 1 --global-batch-size 4 --eval-iters {iterations} {EVALUATED[layout]}"
+    is_alone = layout in ("at once", "accumulated")
+    run = reference("causal", True, flags) if is_alone else observed(2, "causal", True, flags)[0]
+    assert run["evaluations"] == [pytest.approx(_mean_over_targets(run["weights"], samples), rel=1e-9)]
 
 
 def test_an_evaluation_afterwards_has_the_same_samples(tmp_path: Path, gpt_folder: Path, texts: Path) -> None:

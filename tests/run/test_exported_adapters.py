@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rapidformer_templates.run.export import export_checkpoint
 from tests.support import parity
 from tests.support.combinations import Combination, accepted, parsed, place, smallest
 from tests.support.jobs import KEEP_FIRST, VOCABULARY, CausalJob, FallingMetric
-from tests.support.selection import by_default, selected
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
@@ -85,11 +86,8 @@ def _job(kind: str, root: str) -> type[Adapted]:
     return type("Adapted", (Falling if kind == "best" else Adapted,), {"base": f"{root}/base"})
 
 
-def _train(workers: Any, root: str, case: str) -> parity.Trained:
-    kind, layout = CASES[case]
-    words = f"{STEPS} {FLAGS[layout]} {KINDS[kind]}".split()
-    job = _job(kind, root)
-    return parity.trained(job([*words, "--save", f"{root}/{case.replace(' ', '-')}"]))
+def _train(workers: Any, root: str, kind: str, flags: str, folder: str) -> parity.Trained:
+    return parity.trained(_job(kind, root)(f"{STEPS} {flags} {KINDS[kind]} --save {folder}".split()))
 
 
 @pytest.fixture(scope="module")
@@ -101,30 +99,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def names(request: pytest.FixtureRequest, root: Path) -> dict[str, set[str]]:
-    """Return the tensors that a single process exports, by kind."""
-    found = {}
-    for name in sorted({"lora", "head", *(CASES[case][0] for case in selected(request, "case"))}):
-        flags = KINDS[name]
-        folder = root / f"alone {name}"
-        _job(name, str(root))([*f"{STEPS} --micro-batch-size 8 {flags}".split(), "--save", str(folder)]).fit()
-        found[name] = set(load_file(folder / "export" / "adapter_model.safetensors"))
-    return found
+@cache
+def names_alone(root: Path, kind: str) -> set[str]:
+    """Return the tensors that a single process exports."""
+    folder = root / kind.replace(" ", "-")
+    _train(None, str(root), kind, "--micro-batch-size 8", str(folder))
+    return set(load_file(folder / "export" / "adapter_model.safetensors"))
 
 
 @pytest.mark.parametrize("case", by_default(SHORT, CASES))
-def test_peft_has_the_model_that_was_evaluated(
-    case: str, names: dict[str, set[str]], root: Path, tmp_path: Path
-) -> None:
+def test_peft_reads_what_was_evaluated(case: str, root: Path, tmp_path: Path) -> None:
     kind, layout = CASES[case]
-    run: parity.Trained = run_in_workers(WORLDS[layout], _train, str(root), case)[0]
-    folder = root / case.replace(" ", "-")
-    export = folder / "export"
+    folder, later = tmp_path / "run", tmp_path / "later"
+    run: parity.Trained = run_in_workers(WORLDS[layout], _train, str(root), kind, FLAGS[layout], str(folder))[0]
+    export, step = folder / "export", BEST_STEP.get(kind, 3)
     weights = load_file(export / "adapter_model.safetensors")
-    assert set(weights) == names[kind]
-    later = tmp_path / "later"
-    step = BEST_STEP.get(kind, 3)
+    assert set(weights) == names_alone(root, kind)
     export_checkpoint(folder / f"checkpoints/step-{step}", folder / "model", later, averages=kind == "average")
     again = load_file(later / "adapter_model.safetensors")
     assert again.keys() == weights.keys()
@@ -132,17 +122,16 @@ def test_peft_has_the_model_that_was_evaluated(
     base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, str(export)).eval()
     data = Adapted().build_data()
-    assert data.valid is not None
     with torch.no_grad():
         loss = float(model(**data.collate(list(data.valid))).loss)
     # The export is not rounded to int8 like the base.
-    evaluations = run["evaluations"]
-    assert loss == pytest.approx(evaluations[step - 1 if kind == "best" else -1], rel=1e-3 if kind == "int8" else 1e-5)
+    evaluated = run["evaluations"][step - 1 if kind == "best" else -1]
+    assert loss == pytest.approx(evaluated, rel=1e-3 if kind == "int8" else 1e-5)
 
 
-def test_adapters_of_all_stages_change_the_loss(names: dict[str, set[str]]) -> None:
+def test_adapters_of_all_stages_change_the_loss(root: Path) -> None:
     """Otherwise the test above would not notice missing ones."""
-    blocks = {name.split("layers.")[1].split(".")[0] for name in names["lora"]}
-    assert blocks == {"0", "1", "2", "3"}
-    assert len(names["lora"]) == 4 * 7 * 2
-    assert {name for name in names["head"] if "lora" not in name} == {"base_model.model.lm_head.weight"}
+    names, head = names_alone(root, "lora"), names_alone(root, "head")
+    assert {name.split("layers.")[1].split(".")[0] for name in names} == {"0", "1", "2", "3"}
+    assert len(names) == 4 * 7 * 2
+    assert {name for name in head if "lora" not in name} == {"base_model.model.lm_head.weight"}

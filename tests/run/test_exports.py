@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models import weight_files
@@ -23,23 +25,15 @@ from rapidformer_templates.run.fit import fit
 from rapidformer_templates.run.run import Run
 from tests.support import parity
 from tests.support.engine_layouts import NAMES, accepts, runs_of_layouts
-from tests.support.jobs import KEEP_FIRST, VOCABULARY, CausalJob, DeepJob, FallingMetric
+from tests.support.jobs import KEEP_FIRST, CausalJob, DeepJob, FallingMetric
 from tests.support.mixtures import MixtralJob
-from tests.support.parallel_jobs import Tanh, TanhModel
-from tests.support.selection import by_default, selected
+from tests.support.parallel_jobs import JOBS, Tanh, TanhModel
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
 STEPS = "--train-iters 3 --eval-interval 1 --lr 1e-2 --log-interval 1 --clip-grad 0.5 --export-model --device cpu"
-
-
-class LlamaJob(CausalJob):
-    """A llama of four blocks whose head and embeddings have separate weights."""
-
-    def make(self) -> nn.Module:
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
 
 
 class FallingJob(FallingMetric, DeepJob):
@@ -55,7 +49,7 @@ class OwnJob(Tanh):
 
 
 KINDS: dict[str, tuple[type[Any], str]] = {
-    "weights": (LlamaJob, "--no-keep-best"),
+    "weights": (JOBS["llama-4-untied"], "--no-keep-best"),
     "tied": (DeepJob, "--no-keep-best"),
     "average": (DeepJob, "--no-keep-best --ema-decay 0.5"),
     "best": (FallingJob, KEEP_FIRST),
@@ -102,14 +96,12 @@ def _train(workers: Any, kind: str, flags: str, folder: str) -> parity.Trained |
         return error.message
 
 
-@pytest.fixture(scope="module")
-def names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The tensors that a single process exports, by kind. They are trained once."""
-    root, found = tmp_path_factory.mktemp("alone"), {}
-    for kind in selected(request, "kind"):
-        _train(None, kind, "--micro-batch-size 8", str(root / kind))
-        found[kind] = set(load_file(root / kind / "export" / "model.safetensors"))
-    return found
+@cache
+def names_alone(kind: str) -> set[str]:
+    """The tensors that a single process exports."""
+    with tempfile.TemporaryDirectory() as folder:
+        _train(None, kind, "--micro-batch-size 8", folder)
+        return set(load_file(Path(folder, "export", "model.safetensors")))
 
 
 def _read(kind: str, export: Path) -> nn.Module:
@@ -131,9 +123,7 @@ def _loss(kind: str, model: nn.Module) -> float:
 
 
 @pytest.mark.parametrize(("kind", "layout"), by_default(SHORT, CASES))
-def test_the_export_is_the_model_that_was_evaluated(
-    kind: str, layout: str, names: dict[str, set[str]], tmp_path: Path
-) -> None:
+def test_the_export_is_what_was_evaluated(kind: str, layout: str, tmp_path: Path) -> None:
     run = run_in_workers(WORLDS[layout], _train, kind, FLAGS[layout], str(tmp_path / "run"))[0]
     refusal = _refusal(kind, layout)
     if refusal:
@@ -142,12 +132,12 @@ def test_the_export_is_the_model_that_was_evaluated(
         return
     assert not isinstance(run, str), run
     export = tmp_path / "run" / "export"
-    assert set(load_file(export / "model.safetensors")) == names[kind]
+    assert set(load_file(export / "model.safetensors")) == names_alone(kind)
     expected = run["evaluations"][0 if kind.startswith("best") else -1]
     assert _loss(kind, _read(kind, export)) == pytest.approx(expected, rel=1e-5)
 
 
-SHARDED = [("weights", "replicas"), ("own module", "fsdp"), ("mixture", "zero-3")]
+SHARDED = [("own module", "fsdp"), ("mixture", "zero-3")]
 SHARD_BYTES = 6000
 IN_SHARDS = [case for case in CASES if not case[0].startswith("best") and not _refusal(*case)]
 
@@ -161,10 +151,8 @@ def _export_twice(workers: Any, kind: str, flags: str, folder: str) -> None:
             export_model(run.engine, None, Path(folder, "shards"))
 
     job, own = KINDS[kind]
-    fit(
-        job(f"--train-iters 1 --lr 1e-2 --device cpu --save {folder}/run --no-export-model {own} {flags}".split()),
-        export,
-    )
+    words = f"--train-iters 1 --lr 1e-2 --device cpu --save {folder}/run --no-export-model {own} {flags}"
+    fit(job(words.split()), export)
 
 
 @pytest.mark.parametrize(("kind", "layout"), by_default(SHARDED, IN_SHARDS))
@@ -194,3 +182,17 @@ def test_a_small_model_is_one_file_as_transformers_writes_it(kind: str, tmp_path
     template.model.save_pretrained(tmp_path / "plain")  # type: ignore[operator]
     (file,) = (tmp_path / "run" / "export").glob("*.safetensors*")
     assert file.read_bytes() == (tmp_path / "plain" / file.name).read_bytes()
+
+
+def test_loose_settings_of_generation_are_exported_as_they_are(tmp_path: Path) -> None:
+    """Transformers itself refuses to save a temperature without sampling, as some pretrained models have."""
+    job = CausalJob(["--train-iters", "1", "--lr", "1e-3", "--save", str(tmp_path / "run")])
+    model = job.make()
+    model.generation_config.temperature = 0.5
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        model.save_pretrained(tmp_path / "plain")
+    with mock.patch.object(job, "build_model", return_value=model):
+        job.fit()
+    for file in (tmp_path / "run").glob("**/generation_config.json"):
+        assert json.loads(file.read_text())["temperature"] == 0.5
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").generation_config.temperature == 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -26,22 +27,12 @@ from rapidformer_templates.run.folder import CONTENTS, RunFolder, read_metrics
 from rapidformer_templates.run.lock import RunLock
 from rapidformer_templates.system.workers import Workers
 from tests.support.crash_points import each_crash
-from tests.support.lines import FLAGS, Line
+from tests.support.lines import FLAGS, Died, Line, Mortal
+from tests.support.messages import Says
+from tests.support.shelf import Shelf
 from tests.support.worker_pool import Failure, alone, outcomes_in_workers
 
 SHORT = [*FLAGS, "--epochs", "2", "--keep-checkpoints", "1"]
-
-
-class Died(Exception):
-    """Stands for the death of the process."""
-
-
-class Mortal(Line):
-    dies_after: int | None = None
-
-    def on_step_end(self, step: int, result: Any) -> None:
-        if step == self.dies_after:
-            raise Died
 
 
 def train(folder: Path, *flags: str, dies_after: int | None = None) -> dict[str, Any]:
@@ -80,33 +71,19 @@ def test_overwrite_and_load_leave_the_new_run_alone(half: Path, tmp_path: Path) 
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [6, 7, 8, 9, 10]
 
 
-@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/step-5"])
-def test_what_is_loaded_is_not_overwritten(part: str, half: Path) -> None:
-    before = contents(half)
-    link = half.parent / "other-way"
-    with contextlib.suppress(FileExistsError):
-        link.symlink_to(half)
-    for path in (half / part, link / part):
-        with pytest.raises(ConfigError, match="--overwrite would delete what --load reads") as caught:
-            train(half, "--load", str(path), "--overwrite")
-        assert caught.value.where == "command line"
+@pytest.mark.parametrize(
+    "flags", ["--load RUN", "--load LINK/checkpoints", "--load RUN/checkpoints/step-5", "--load RUN/..", "--resume"]
+)
+def test_an_overwrite_that_would_lose_a_run_is_refused(flags: str, half: Path, tmp_path: Path, says: Says) -> None:
+    """For example, the new run loads from this folder, or the loaded folder has no checkpoint."""
+    before, link = contents(half), tmp_path / "link"
+    link.symlink_to(half)
+    with says(RapidformerError, LINK=link, RUN=half, ABOVE=half.parent):
+        train(half, *flags.replace("RUN", str(half)).replace("LINK", str(link)).split(), "--overwrite")
     assert contents(half) == before
 
 
-def test_resume_and_overwrite_contradict(half: Path) -> None:
-    with pytest.raises(ConfigError, match="--resume continues the run that --overwrite deletes"):
-        train(half, "--resume", "--overwrite")
-
-
-def test_nothing_is_deleted_before_all_was_tried(half: Path) -> None:
-    """For example, a model may not fit the loaded checkpoint."""
-    before = contents(half)
-    with pytest.raises(RapidformerError, match="neither a checkpoint nor a run folder"):
-        train(half, "--load", str(half.parent), "--overwrite")
-    assert contents(half) == before
-
-
-def test_nothing_is_deleted_through_a_link(half: Path, tmp_path: Path) -> None:
+def test_nothing_is_deleted_through_a_link(half: Path, tmp_path: Path, says: Says) -> None:
     disk, folder = tmp_path / "disk", tmp_path / "run"
     shutil.copytree(half, folder)
     (folder / "checkpoints").rename(disk)
@@ -114,7 +91,7 @@ def test_nothing_is_deleted_through_a_link(half: Path, tmp_path: Path) -> None:
     train(folder, "--resume")  # uses it
     before = contents(disk)
     assert any(name.startswith("step-10/") for name in before)
-    with pytest.raises(ConfigError, match=r"checkpoints in .* is a link, and nothing is deleted through links"):
+    with says(ConfigError):
         train(folder, "--overwrite")
     assert contents(disk) == before
     (tmp_path / "name").symlink_to(folder)
@@ -123,12 +100,12 @@ def test_nothing_is_deleted_through_a_link(half: Path, tmp_path: Path) -> None:
     assert (folder / "checkpoints" / "step-10").is_dir()
 
 
-@pytest.mark.parametrize("name", ["model", "export", "checkpoints", "summary.json"])
-def test_what_is_no_run_is_not_overwritten(name: str, tmp_path: Path) -> None:
-    mine = tmp_path / name / "mine" if "." not in name else tmp_path / name
+@pytest.mark.parametrize("name", ["export/mine", "summary.json"])
+def test_what_is_no_run_is_not_overwritten(name: str, tmp_path: Path, says: Says) -> None:
+    mine = tmp_path / name
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
-    with pytest.raises(ConfigError, match=f"holds no run, and --overwrite would delete its {name}"):
+    with says(ConfigError):
         Line([*FLAGS, "--train-iters", "1", "--save", str(tmp_path), "--overwrite"]).fit()
     assert mine.read_text() == "mine"
 
@@ -141,7 +118,7 @@ def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monk
     old.mkdir()
     for name in CONTENTS:
         (old / name).mkdir() if "." not in name else (old / name).write_text("old")
-    checkpoint.save(old / "checkpoints", 5, _Nothing(), {}, alone())
+    checkpoint.save(old / "checkpoints", 5, Shelf([]), {}, alone())
 
     def prepare(number: int) -> Path:
         return Path(shutil.copytree(old, tmp_path / str(number)))
@@ -172,34 +149,16 @@ def test_parts_of_checkpoints_are_removed_even_if_no_save_follows(tmp_path: Path
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-1"]
 
 
-class _Nothing:
-    """An engine without parameters."""
-
-    def shards(self, kind: str) -> Iterator[Any]:
-        return iter(())
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    lock = RunLock(folder)
-    lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release(remove=True)
-
-
 @pytest.mark.parametrize("flags", [[], ["--resume"], ["--overwrite"]], ids=["fresh", "resume", "overwrite"])
 def test_a_second_run_is_refused_and_told_of_the_first(flags: list[str], half: Path, tmp_path: Path) -> None:
     folder = half if flags else tmp_path / "run"
-    with held(folder):
-        before = contents(folder)
-        with pytest.raises(ConfigError, match=f"another run writes into .*: process {os.getpid()} on .*, since 20"):
-            train(folder, *flags)
-        assert contents(folder) == before
+    lock = RunLock(folder)
+    lock.acquire()
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=f"another run writes into .*: process {os.getpid()} on .*, since 20"):
+        train(folder, *flags)
+    assert contents(folder) == before
+    lock.release(remove=True)
     assert not (half / run_lock.NAME).exists()
     assert (tmp_path / "run").exists() is False, "a folder that was made for the lock alone goes with it"
 
@@ -220,46 +179,37 @@ def test_a_run_holds_its_folder_and_leaves_no_lock(tmp_path: Path) -> None:
     train(tmp_path, "--resume")
 
 
-def _in_a_process(body: Callable[[], None]) -> int:
-    """Fork a process that runs the body, reports it, and waits to be killed."""
-    told, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            body()
-            os.write(tell, b"x")
-            signal.pause()
-        finally:
-            os._exit(1)
-    assert os.read(told, 1) == b"x"
-    for end in (told, tell):
-        os.close(end)
-    return child
-
-
-def _kill(child: int) -> None:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+@contextlib.contextmanager
+def _in_a_process(body: Callable[[], object]) -> Iterator[Any]:
+    """Fork a process that runs the body and then waits. Kill it at the end of the context."""
+    fork = multiprocessing.get_context("fork")
+    is_done = fork.Event()
+    process = fork.Process(target=lambda: (body(), is_done.set(), signal.pause()))
+    process.start()
+    assert is_done.wait(60)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.mark.durable
 def test_kill_9_leaves_no_lock(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
-    child = _in_a_process(lambda: str(lock.acquire()))  # type: ignore[arg-type, return-value]
-    with pytest.raises(ConfigError, match=f"process {child} on"):
+    with _in_a_process(RunLock(tmp_path).acquire) as child, pytest.raises(ConfigError, match=f"process {child.pid} on"):
         run_lock.try_folder(tmp_path)
-    _kill(child)
-    assert json.loads((tmp_path / run_lock.NAME).read_text())["process"] == child
+    assert json.loads((tmp_path / run_lock.NAME).read_text())["process"] == child.pid
     run_lock.try_folder(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.durable
 def test_a_loader_process_does_not_keep_the_lock(tmp_path: Path) -> None:
-    with held(tmp_path):
-        child = _in_a_process(lambda: None)
-    run_lock.try_folder(tmp_path)
-    _kill(child)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    with _in_a_process(lambda: None):
+        lock.release(remove=True)
+        run_lock.try_folder(tmp_path)
 
 
 def test_the_lock_lasts_as_long_as_any_worker(tmp_path: Path) -> None:
@@ -275,18 +225,10 @@ def test_the_lock_lasts_as_long_as_any_worker(tmp_path: Path) -> None:
     run_lock.try_folder(tmp_path)
 
 
-def test_a_file_system_without_locks_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def unknown(*unused: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(run_lock.fcntl, "flock", unknown)
-    train(tmp_path)
-    assert (
-        f"warning: the file system of {tmp_path} does not support locks: do not start a second run there"
-        in capsys.readouterr().err
-    )
+def test_a_file_system_without_locks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says) -> None:
+    with mock.patch.object(run_lock.fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+        train(tmp_path)
+    says.text("\n".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")))
 
 
 class Unbuilt(Line):
@@ -294,46 +236,27 @@ class Unbuilt(Line):
         raise AssertionError("the folder is tried first")
 
 
-def refused(folder: Path) -> ConfigError:
-    with pytest.raises(ConfigError, match="cannot be written to: ") as caught:
+def refused(says: Says, folder: Path) -> None:
+    with says(ConfigError):
         Unbuilt([*SHORT, "--save", str(folder)]).fit()
-    assert caught.value.where == "--save"
-    return caught.value
 
 
-def test_a_folder_that_cannot_be_made_is_refused_first(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_first(tmp_path: Path, says: Says) -> None:
+    for link in (tmp_path / "link", tmp_path / "run" / "checkpoints"):
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    assert "a part of the path is a file" in refused(tmp_path / "file" / "run").message
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert "a broken link is in its place" in refused(tmp_path / "link").message
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "nowhere")
-    assert "a folder does not exist" in refused(tmp_path / "run").message
-    assert "a folder does not exist" in refused(Path("/proc/run")).message
-
-
-ERRORS = {
-    errno.ENOSPC: ("the disk is full", "free some space, or give another folder"),
-    errno.EDQUOT: ("the quota of this disk is used up", "free some space, or give another folder"),
-    errno.EROFS: ("the file system is read-only", "mount it for writing, or give another folder"),
-    errno.EACCES: ("this process is not allowed to write there", "change the permissions, or give another folder"),
-    errno.EIO: ("the disk reports an error", "check the disk (dmesg says more), or give another folder"),
-}
+    for folder in (*(tmp_path / name for name in ("file", "file/run", "link")), Path("/proc/run")):
+        refused(says, folder)
+    with pytest.raises(ConfigError, match="cannot be written to: a folder does not exist"):  # names a temporary file
+        Unbuilt([*SHORT, "--save", str(tmp_path / "run")]).fit()
 
 
 @pytest.mark.durable
-@pytest.mark.parametrize("number", ERRORS)
-def test_a_disk_that_does_not_take_a_page_is_refused_first(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*unused: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "pwrite", fail)
-    what, to_do = ERRORS[number]
-    error = refused(tmp_path / "run")
-    assert what in error.message
-    assert error.hint == to_do
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_disk_that_does_not_take_a_page_is_refused_first(number: int, tmp_path: Path, says: Says) -> None:
+    with mock.patch("os.pwrite", side_effect=OSError(number, os.strerror(number))):
+        refused(says, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -348,26 +271,23 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.durable
-def test_a_full_disk_and_a_read_only_one(small_disk: Path) -> None:
+def test_a_full_disk_and_a_read_only_one(small_disk: Path, says: Says) -> None:
     with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    assert refused(small_disk / "run").message.endswith("the disk is full")
+    refused(says, small_disk / "run")
     (small_disk / "filler").unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert "the file system is read-only" in refused(small_disk / "run").message
+    refused(says, small_disk / "run")
 
 
 @pytest.mark.durable
 def test_metrics_are_written_to_a_file_that_is_opened_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Full(Line):
         def on_train_start(self) -> None:
-            os.dup2(os.open("/dev/full", os.O_WRONLY), self.metrics_descriptor())
-
-        def metrics_descriptor(self) -> int:
-            opened = {os.readlink(f"/proc/self/fd/{fd}"): int(fd) for fd in os.listdir("/proc/self/fd") if fd.isdigit()
-                      and os.path.exists(f"/proc/self/fd/{fd}")}  # fmt: skip
-            return opened[str(tmp_path / "metrics.jsonl")]
+            links = {path: path.name for path in Path("/proc/self/fd").iterdir() if path.exists()}
+            (number,) = [name for path, name in links.items() if path.readlink() == tmp_path / "metrics.jsonl"]
+            os.dup2(os.open("/dev/full", os.O_WRONLY), int(number))
 
     Full([*SHORT, "--save", str(tmp_path)]).fit()
     assert "metrics.jsonl cannot be written: the disk is full" in capsys.readouterr().err
@@ -392,15 +312,13 @@ def _train_until_full(workers: Workers, folder: str, full_at: int, free_at: int)
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("full_at", "saved"), [(3, ["step-4", "step-6"]), (6, ["step-6"])])
-def test_a_run_that_cannot_write_metrics_saves_and_fails_at_its_end(
-    full_at: int, saved: list[str], tmp_path: Path
+def test_metrics_on_a_full_disk_fail_the_end_of_a_run(
+    full_at: int, saved: list[str], tmp_path: Path, says: Says
 ) -> None:
-    for outcome in outcomes_in_workers(2, _train_until_full, str(tmp_path), full_at, 100):
-        assert isinstance(outcome, Failure), "the run did not end"
-        assert outcome.kind == "RapidformerError", outcome.trace
-        assert "metrics.jsonl cannot be written: the disk is full" in outcome.text
-        assert "after step 6" in outcome.text
-        assert "free some space and continue with --resume" in outcome.text
+    one, other = outcomes_in_workers(2, _train_until_full, str(tmp_path), full_at, 100)
+    assert isinstance(one, Failure), "the run did not end"
+    assert (one.kind, other.text) == ("RapidformerError", one.text), one.trace
+    says.text(one.text)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == saved
 
 
@@ -411,18 +329,15 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-4", "step-6"]
 
 
-def test_metrics_that_are_a_folder_refuse_a_resume(half: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(half, folder)
+def test_metrics_that_are_a_folder_refuse_a_resume(half: Path, tmp_path: Path, says: Says) -> None:
+    folder = shutil.copytree(half, tmp_path / "run")
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").mkdir()
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a folder"):
+    with says(ConfigError):
         train(folder, "--resume")
 
 
-def test_garbled_lines_of_metrics_stop_no_resume(
-    half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_garbled_metrics_stop_no_resume(half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     shutil.copytree(half, folder)
     lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")

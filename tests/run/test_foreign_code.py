@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.models.loading import read_config_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.saved_model import find_saved
+from tests.support.messages import Says
 from tests.support.saved_models import open_saved
 
 CODE = """
@@ -53,26 +55,18 @@ def model(tmp_path: Path, gpt_folder: Path, marker: Path) -> Path:
 
 
 @pytest.mark.parametrize("beside", ["run", "export"], ids=["of a run folder", "of a model in one"])
-def test_a_plan_grants_nothing(
-    beside: str,
-    model: Path,
-    marker: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_grants_nothing(beside: str, model: Path, marker: Path, tmp_path: Path, says: Says) -> None:
     given = str(model if beside == "export" else model.parent)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"text": "one"}) + "\n")
-    data = ["--data-dir", str(tmp_path), "--data-name", "rows"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     for words in (
-        ["predict", given, "--input", str(rows), "--output", str(tmp_path / "out.jsonl")],
-        ["evaluate", given, "--device", "cpu", *data],
-        ["chat", given],
+        f"predict {given} --input {rows} --output {tmp_path}/out.jsonl",
+        f"evaluate {given} --device cpu --data-dir {tmp_path} --data-name rows",
+        f"chat {given}",
     ):
-        assert main(words) != 0, words
-        assert "--trust-remote-code" in capsys.readouterr().err, words
+        with mock.patch("sys.stdin", io.StringIO("hello\n")):
+            says.command(words)
+        assert "--trust-remote-code" in says.said[-1]
         assert not marker.exists(), words
     with pytest.raises(RapidformerError, match="trust"):
         open_saved(given)
@@ -82,24 +76,15 @@ def test_a_plan_grants_nothing(
 
 def test_the_command_line_grants_it(model: Path, marker: Path) -> None:
     """Otherwise the test above would not prove anything."""
-    saved = find_saved(model)
-    config = saved.config(trust_remote_code=True)
-    assert config.model.trust_remote_code
-    from rapidformer_templates.models.loading import read_config_of
-
+    assert find_saved(model).config(trust_remote_code=True).model.trust_remote_code
     assert type(read_config_of(model, trust_remote_code=True)).__name__ == "Config"
     assert marker.exists()
 
 
-@pytest.mark.parametrize("name", ONLY_ON_COMMAND_LINE)
-def test_a_yaml_file_cannot_set_it(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "flags.yaml"
-    file.write_text(f"lr: 1.0e-3\n{name}: true\n")
-    with pytest.raises(ConfigError, match=f"a file cannot set {name}") as error:
-        parse(["--config", str(file)], REGISTRY.options())
-    assert error.value.where == "flags.yaml:2"
-    assert spelling(name) in str(error.value.hint)
-
-
-def test_which_flags_run_code() -> None:
+def test_a_yaml_file_cannot_set_it(tmp_path: Path, says: Says) -> None:
     assert ONLY_ON_COMMAND_LINE == ["user_script", "trust_remote_code"]
+    file = tmp_path / "flags.yaml"
+    for name in ONLY_ON_COMMAND_LINE:
+        file.write_text(f"lr: 1.0e-3\n{name}: true\n")
+        with says(ConfigError):
+            parse(["--config", str(file)], REGISTRY.options())

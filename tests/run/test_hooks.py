@@ -1,19 +1,23 @@
-"""Errors about unusable return values of hooks name the hook, without a stack trace of the library."""
+"""Errors about hooks with unusable return values or misspelt names are three lines that name the hook."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, IterableDataset
 
-from rapidformer_templates import Data, Finetuner
-from rapidformer_templates.errors import ConfigError, DataError, ModelError, RapidformerError
-from rapidformer_templates.system.launch import port_problem, run_workers
+from rapidformer_templates import Data, Finetuner, Trainer
+from rapidformer_templates.errors import ConfigError, ModelError, RapidformerError
+from rapidformer_templates.run.scripts import check_names
+from rapidformer_templates.system.launch import run_workers
 from tests.support.jobs import CausalJob
 from tests.support.lines import FLAGS, Line
+from tests.support.messages import Says
 from tests.support.parity import trained
 
 SAMPLES = [{"x": np.ones(1, np.float32), "y": np.ones(1, np.float32)}] * 4
@@ -27,91 +31,43 @@ class Stream(IterableDataset[Any]):
         return iter(SAMPLES)
 
 
-def fails(hook: str, returned: Any, error: type[RapidformerError] = RapidformerError) -> RapidformerError:
-    """Return the error of a run whose ``hook`` returns a wrong value."""
-    job = type("Job", (Line,), {hook: lambda self, *arguments: returned})(RUN)
-    with pytest.raises(error) as caught:
-        job.fit()
-    assert hook in f"{caught.value.where} {caught.value.message}"
-    return caught.value
+def _adam(parameters: Any = None) -> Any:
+    return torch.optim.AdamW(parameters or [torch.nn.Parameter(torch.ones(1))])
 
 
-@pytest.mark.parametrize(
-    ("returned", "message", "hint"),
-    [
-        (SAMPLES, "build_data returned a list", "return Data(train=samples"),
-        (None, "build_data returned None", "return Data(train=samples"),
-        (DataLoader(SAMPLES), "build_data returned a DataLoader", "Data(train=loader.dataset"),
-        (Data(train=DataLoader(SAMPLES)), "the train samples of build_data are a DataLoader", "integer indexing"),
-        (Data(train=iter(SAMPLES)), "the train samples of build_data are a list_iterator", "integer indexing"),
-        (Data(train=Stream()), "the train samples of build_data are a Stream", "integer indexing"),
-        (Data(train={"x": [1.0]}), "the train samples of build_data are a dict", "integer indexing"),
-        (Data(train=SAMPLES, valid=Stream()), "the valid samples of build_data are a Stream", "integer indexing"),
-        (Data(train=SAMPLES, collate="pad"), "collate of build_data is a str, not a function", ""),
-        (Data(train=SAMPLES, collate=lambda samples: None), "collate returned None", "return the batch"),
-        (
-            Data(train=[{"x": np.ones(i + 1)} for i in range(4)]),
-            "samples cannot be combined into a batch",
-            "collate function",
-        ),
-        (Data(train=[{"x": None}] * 4), "samples cannot be combined into a batch", "collate function"),
+RETURNED: dict[str, list[Any]] = {
+    "build_data": [
+        SAMPLES, None, DataLoader(SAMPLES), Data(train=DataLoader(SAMPLES)), Data(train=Stream()),
+        Data(train={"x": [1.0]}), Data(train=SAMPLES, valid=Stream()), Data(train=[]),
+        Data(train=SAMPLES, collate="pad"), Data(train=SAMPLES, collate=lambda samples: None),
+        Data(train=[{"x": np.ones(i + 1)} for i in range(4)]),
     ],
-)
-def test_data(returned: Any, message: str, hint: str) -> None:
-    job = type("Job", (Line,), {"build_data": lambda self: returned})(RUN)
-    with pytest.raises(DataError) as caught:
-        job.fit()
-    assert caught.value.message.startswith(message)
-    assert hint in str(caught.value.hint)
-
-
-@pytest.mark.parametrize(("returned", "kind"), [(None, "None"), ((Line, None), "a tuple"), (Line, "the class Line")])
-def test_model(returned: Any, kind: str) -> None:
-    assert fails("build_model", returned, ModelError).message == f"build_model returned {kind}"
-
-
-def test_optimizer_and_schedule() -> None:
-    parameter = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.AdamW([parameter])
-    told = fails("build_optimizer", optimizer)
-    assert told.message == "build_optimizer returned an AdamW"
-    assert "OptimizerSpec(torch.optim.AdamW" in str(told.hint)
-    later = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert fails("build_scheduler", later).message == "build_scheduler returned a StepLR"
-    told = fails("build_scheduler", lambda step: None)
-    assert told.message == "the schedule's share of the first step is None"
-    assert fails("build_optimizer", torch.optim.AdamW).message == "build_optimizer returned the class AdamW"
-    kind = torch.optim.lr_scheduler.CosineAnnealingLR
-    assert fails("build_scheduler", kind).message == "build_scheduler returned the class CosineAnnealingLR"
-
-
-def test_an_optimizer_of_the_models_parameters_is_refused_without_a_stack() -> None:
-    job = type("Job", (Line,), {"build_optimizer": lambda self: torch.optim.AdamW(self.model.parameters())})(RUN)
-    with pytest.raises(RapidformerError, match="build_optimizer returned an AdamW") as caught:
-        job.fit()
-    assert "OptimizerSpec(torch.optim.AdamW" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize(
-    ("returned", "what"), [(None, "None"), ("4", "a str"), (-1, "-1"), (torch.ones(2), "a Tensor")]
-)
-def test_count(returned: Any, what: str) -> None:
-    assert fails("count_targets", returned).message == f"count_targets returned {what}"
-
-
-@pytest.mark.parametrize(
-    ("returned", "what"),
-    [
-        (None, "NoneType"),
-        (0.5, "float"),
-        ((torch.ones(()), 4, {}), "tuple"),
-        ((None, 4), "tuple"),
-        ((torch.ones(2), 4), "a tensor of shape (2,)"),
+    "build_model": [None, (Line, None), Line, torch.nn.Linear(1, 1).requires_grad_(False)],
+    "build_optimizer": [_adam(), torch.optim.AdamW],
+    "build_scheduler": [schedulers.StepLR(_adam(), 1), schedulers.CosineAnnealingLR, lambda step: None],
+    "count_targets": [None, "4", -1, torch.ones(2)],
+    "compute_loss": [
+        None, 0.5, (torch.ones(()), 4, {}), (None, 4), (torch.ones(2), 4), torch.ones(4, 1), torch.ones(()),
+        (torch.ones((), requires_grad=True), 3),
     ],
-    ids=str,
-)
-def test_loss(returned: Any, what: str) -> None:
-    assert fails("compute_loss", returned).message == f"compute_loss returned {what}"
+    "read_outputs": [None, [1, 2, 3], ([1], [1])],
+    "compute_metrics": [0.5, {"accuracy": [0.5, 0.7]}, {"accuracy": None}],
+}  # fmt: skip
+"""Return values of hooks that cannot be used."""
+
+
+@pytest.mark.parametrize("hook", RETURNED)
+def test_the_error_names_the_hook(hook: str, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Line, "build_data", lambda self: Data(train=SAMPLES, valid=SAMPLES))
+    for returned in RETURNED[hook]:
+        with says(RapidformerError):
+            type("Job", (Line,), {hook: lambda self, *arguments, returned=returned: returned})(RUN).fit()
+        assert hook in says.said[-1] or "collate" in says.said[-1]
+
+
+def test_an_optimizer_of_the_models_parameters_is_refused_without_a_stack(says: Says) -> None:
+    with says(RapidformerError):
+        type("Job", (Line,), {"build_optimizer": lambda self: _adam(self.model.parameters())})(RUN).fit()
 
 
 class WithOutputs(CausalJob):
@@ -122,66 +78,69 @@ class WithOutputs(CausalJob):
         return outputs.loss, outputs
 
 
-class WithLogits(CausalJob):
-    def compute_loss(self, model: Any, batch: Any) -> Any:
-        outputs = model(**batch)
-        return outputs.loss, outputs.logits
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("job", [WithOutputs, WithLogits])
-def test_the_first_of_loss_and_outputs_is_the_mean_loss(job: type[CausalJob]) -> None:
+def test_the_first_of_loss_and_outputs_is_the_mean_loss() -> None:
     flags = "--train-iters 2 --lr 1e-2 --global-batch-size 8 --micro-batch-size 2 --eval-interval 1"
-    found, wanted = trained(job(flags.split())), trained(CausalJob(flags.split()))
+    found, wanted = trained(WithOutputs(flags.split())), trained(CausalJob(flags.split()))
     assert found["curve"] == wanted["curve"]
     assert found["evaluations"] == wanted["evaluations"]
 
 
-def test_a_detached_loss_is_refused() -> None:
-    error = fails("compute_loss", torch.ones(()))
-    assert error.message == "compute_loss returned a loss that does not depend on the trained parameters"
-    assert ".detach()" in str(error.hint)
-
-
-@pytest.mark.parametrize(
-    ("hook", "returned", "message"),
-    [
-        ("read_outputs", None, "read_outputs returned None"),
-        ("read_outputs", [1, 2, 3], "read_outputs returned a list"),
-        ("read_outputs", ([1], [1]), "read_outputs returned 1 predictions and 1 references for a batch of 4 samples"),
-        ("compute_metrics", 0.5, "compute_metrics returned a float"),
-        ("compute_metrics", {"accuracy": [0.5, 0.7]}, "compute_metrics returned a list as accuracy"),
-        ("compute_metrics", {"accuracy": None}, "compute_metrics returned None as accuracy"),
-    ],
-)
-def test_evaluation(hook: str, returned: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Line, "build_data", lambda self: Data(train=SAMPLES, valid=SAMPLES))
-    assert fails(hook, returned).message == message
-
-
 @pytest.mark.parametrize("task", ["sequence_classification", "token_classification"])
-def test_the_default_model_of_labels_needs_the_task_s_data(task: str) -> None:
-    class Own(Finetuner):
-        def build_data(self) -> Data:
-            return Data(train=SAMPLES)
-
+def test_the_default_model_of_labels_needs_the_task_s_data(task: str, says: Says) -> None:
+    own = type("Own", (Finetuner,), {"build_data": lambda self: Data(train=SAMPLES)})
     sizes = "--model-type bert --num-layers 1 --hidden-size 8 --num-attention-heads 1 --max-position-embeddings 8"
-    with pytest.raises(ModelError, match="has a head for the labels that the task's own data name") as caught:
-        Own(["--task", task, *sizes.split(), *RUN]).fit()
-    assert "override build_model() as well" in str(caught.value.hint)
+    with says(ModelError):
+        own(["--task", task, *sizes.split(), *RUN]).fit()
 
 
-@pytest.mark.parametrize("port", [0, 65536, 80000])
-def test_a_port_that_there_is_not(port: int) -> None:
-    with pytest.raises(ConfigError, match="--master-port must be at"):
-        Line([*RUN, "--master-port", str(port)])
-
-
-def test_a_port_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*arguments: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("socket.socket.bind", refused, raising=False)
-    assert port_problem(80) == "port 80 is reserved for the administrator of this machine"
-    with pytest.raises(ConfigError, match="port 80 is reserved"):
+def test_a_port_that_there_is_not_or_that_is_kept(says: Says) -> None:
+    for port in ("0", "65536"):
+        with says(ConfigError):
+            Line([*RUN, "--master-port", port])
+    with mock.patch("socket.socket.bind", side_effect=PermissionError(13, "Permission denied")), says(ConfigError):
         run_workers(["true"], 2, 80)
+
+
+def _method(self: Any, *arguments: Any) -> None:
+    """A placeholder for a hook."""
+
+
+HERE = f"test_hooks.py:{_method.__code__.co_firstlineno}"
+MISSPELT = "compute_los computeLoss build_optimiser build_models count_target read_output on_epoch_ends on_step_start"
+
+
+def _with(name: str, value: Any = _method, base: Any = Trainer, **others: Any) -> type[Trainer]:
+    kind: type[Trainer] = type("Mine", (base,), {name: value, **others})
+    return kind
+
+
+@pytest.mark.parametrize("template", [Trainer, Finetuner])
+def test_a_name_that_is_nearly_a_hook_is_refused(template: Any, says: Says) -> None:
+    for name in [*MISSPELT.split(), "on_train_begin"]:
+        with says(ConfigError, HERE=HERE):
+            _with(name, base=template)(RUN)
+
+
+@pytest.mark.parametrize("value", [staticmethod(_method), classmethod(_method), property(_method)], ids=["s", "c", "p"])
+def test_any_kind_of_method_counts(value: Any) -> None:
+    with pytest.raises(ConfigError, match="compute_los is not a hook"):
+        check_names(_with("compute_los", value))
+
+
+def test_a_mixin_of_hooks_counts_and_any_other_does_not() -> None:
+    other = type("Other", (), {"on_epoch_ends": _method})
+    hooks = type("Hooks", (), {"on_epoch_ends": _method, "on_step_end": _method})
+    check_names(type("Mine", (other, Trainer), {}))
+    with pytest.raises(ConfigError, match=r"Hooks\.on_epoch_ends is not a hook"):
+        check_names(type("Mine", (hooks, Trainer), {}))
+
+
+OWN_NAMES = "_compute_los loss build_dataset on_gpu tokenize build metrics data_path predictor"
+
+
+def test_names_of_ones_own() -> None:
+    for name in OWN_NAMES.split():
+        check_names(_with(name))
+    check_names(_with("compute_losses", compute_loss=_method))  # a helper that has nearly the name of its hook
+    check_names(_with("count_target", 3))  # a value would never be called anyway

@@ -1,8 +1,13 @@
-"""A line of metrics has the mean of the steps since the line before it, under every engine and after a resume."""
+"""A line of metrics has the mean of the steps since the line before it, under every engine and after a resume.
+
+A loss that is not finite is named with its samples and with the worker that computed it.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +16,13 @@ import pytest
 import torch
 
 from rapidformer_templates.errors import NonFiniteLoss
+from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.run import log
 from rapidformer_templates.run.folder import read_metrics
-from rapidformer_templates.run.log import Means
-from tests.support.dropout_runs import Died
 from tests.support.jobs import DeepJob
-from tests.support.lines import Line
+from tests.support.lines import Died, Line, Mortal
 from tests.support.mixtures import MixtralJob
+from tests.support.parallel_jobs import JOBS
 from tests.support.parity import trained
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
@@ -71,39 +76,18 @@ def test_auxiliary_losses_and_accumulated_steps_are_means_too() -> None:
     assert_means(steps, lines)
 
 
-class Mortal(Line):
-    """Dies after a step."""
-
-    dies_after: int | None = None
-
-    def on_step_end(self, step: int, result: Any) -> None:
-        if step == self.dies_after:
-            raise Died
-
-
 @pytest.mark.parametrize("unread", [2, log.MAX_UNREAD])
-def test_a_resume_in_the_middle_of_an_interval_writes_the_same_means(
+def test_a_resume_in_an_interval_has_the_same_means(
     unread: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "MAX_UNREAD", unread)
-    flags = [
-        "--lr",
-        "0.1",
-        "--train-iters",
-        "10",
-        "--micro-batch-size",
-        "4",
-        "--log-interval",
-        "4",
-        "--save-interval",
-        "3",
-    ]
-    Mortal([*flags, "--save", str(tmp_path / "whole")]).fit()
-    killed = Mortal([*flags, "--save", str(tmp_path / "killed")])
+    flags = "--lr 0.1 --train-iters 10 --micro-batch-size 4 --log-interval 4 --save-interval 3"
+    Mortal([*flags.split(), "--save", str(tmp_path / "whole")]).fit()
+    killed = Mortal([*flags.split(), "--save", str(tmp_path / "killed")])
     killed.dies_after = 7  # the checkpoint of step 6 has half of the second line
     with pytest.raises(Died):
         killed.fit()
-    Mortal([*flags, "--save", str(tmp_path / "killed"), "--resume"]).fit()
+    Mortal([*flags.split(), "--save", str(tmp_path / "killed"), "--resume"]).fit()
     whole, resumed = (
         [(line["step"], line["loss"]) for line in read_metrics(tmp_path / name / "metrics.jsonl")]
         for name in ("whole", "killed")
@@ -132,14 +116,55 @@ def test_steps_that_are_not_finite_do_not_count(tmp_path: Path) -> None:
     assert line["loss"] == pytest.approx(np.mean([job.losses[index] for index in (0, 2, 3)]), rel=1e-12)
     with pytest.raises(NonFiniteLoss):
         Infinite([*flags, "--no-save"]).fit()
+    means = log.Means({})
+    means.add({"loss": torch.tensor(float("inf"))})
+    assert math.isnan(means.take()["loss"]), "the mean of no step is not a number"
 
 
-def test_a_mean_without_values_is_not_a_number() -> None:
-    means = Means({"loss": [5.0, 2.0]})
-    means.add({"loss": torch.tensor(float("nan")), "rewards/chosen": torch.tensor(float("inf"))})
-    assert means.read() == {"loss": [5.0, 2.0], "rewards/chosen": [0.0, 0.0]}
-    last = means.take()
-    assert last["loss"] == 2.5
-    assert math.isnan(last["rewards/chosen"])
-    means.add({"loss": torch.tensor(3.0)})
-    assert means.take() == {"loss": 3.0}
+POISONED = 6
+
+NOT_FINITE = {
+    "DDP": "",
+    "FSDP": "--fsdp-memory-optimization",
+    "divided update": "--use-distributed-optimizer",
+    "pipeline": "--pipeline-model-parallel-size 2",
+    "tensor": "--tensor-model-parallel-size 2",
+}
+if "deepspeed" in installed_packages():
+    NOT_FINITE |= {"ZeRO-2": "--zero-2-memory-optimization", "ZeRO-3": "--zero-3-memory-optimization"}
+
+
+class Poisoned(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
+    """The loss of a batch with sample :data:`POISONED` is infinite."""
+
+    has_met = False
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        tokens = torch.as_tensor(self.data.train[POISONED]["input_ids"])
+        loss = super().compute_loss(model, batch)
+        if any(torch.equal(row[: len(tokens)], tokens) for row in batch["input_ids"]):
+            self.has_met = True
+            return loss * torch.inf
+        return loss
+
+
+def _fails(workers: Any, layout: str) -> tuple[bool, str | None]:
+    flags = "--micro-batch-size 1 --global-batch-size 4 --train-iters 40 --lr 1e-3 --no-save"
+    job = Poisoned([*flags.split(), *NOT_FINITE[layout].split()])
+    with pytest.raises(NonFiniteLoss) as caught:
+        job.fit()
+    return job.has_met, caught.value.where
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", by_default(["DDP", "pipeline", "tensor"], NOT_FINITE))
+def test_the_worker_and_its_sample_of_an_infinite_loss_are_named(layout: str) -> None:
+    told = run_in_workers(2, _fails, layout)
+    (where,) = {where for _, where in told}
+    met = [rank for rank, (has_met, _) in enumerate(told) if has_met]
+    if layout == "tensor":  # both workers compute the loss, so that none of them is wrong alone
+        assert met == [0, 1]
+        assert re.fullmatch(rf"training samples \[(\d+, )*{POISONED}(, \d+)*\]", str(where))
+    else:
+        rank = 1 if layout == "pipeline" else met[0]  # the last stage computes the loss
+        assert where == f"training samples [{POISONED}] of worker {rank} on {socket.gethostname()}"

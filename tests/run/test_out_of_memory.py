@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.run.out_of_memory import explained_without_plan, next_step
 from tests.support.jobs import CausalJob
 from tests.support.machine import why_no_nvme
+from tests.support.messages import Says
 
 SCRIPT = Path(__file__).parents[1] / "support/scripts/large_model.py"
 CAP = 1900 * 2**20
@@ -73,77 +75,38 @@ def test_zero_3_trains_it_in_the_same_memory(place: str, tmp_path: Path) -> None
     assert told["zero_optimization"]["stage3_max_live_parameters"] == 10_000_000
 
 
-LADDER = [  # (configuration that runs, next suggestion)
-    ("--micro-batch-size 8 --global-batch-size 16", "--micro-batch-size 1 --global-batch-size 16"),
-    ("", "--checkpoint-activations"),
-    ("--recompute-activations", "--recompute-granularity full"),
-    ("--checkpoint-activations", "--mixed-precision bf16"),
-    ("--checkpoint-activations --mixed-precision bf16", "--zero-2-memory-optimization"),
-    (
-        "--checkpoint-activations --mixed-precision bf16 --oss-memory-optimization",
-        "--zero-2-memory-optimization in place of --oss-memory-optimization",
-    ),
-    (
-        "--checkpoint-activations --mixed-precision bf16 --zero-2-memory-optimization",
-        "--cpu-offload",
-    ),
-    (
-        "--checkpoint-activations --mixed-precision bf16 --zero-2-memory-optimization --cpu-offload",
-        "--zero-3-memory-optimization in place of --zero-2-memory-optimization --cpu-offload",
-    ),
-    ("--checkpoint-activations --mixed-precision bf16 --zero-3-memory-optimization", "--cpu-offload"),
-    (
-        "--checkpoint-activations --mixed-precision bf16 --zero-3-memory-optimization --cpu-offload",
-        "--nvme-path DIR in place of --cpu-offload",
-    ),
-    ("--checkpoint-activations --mixed-precision bf16 --zero-3-memory-optimization --nvme-path d", None),
-]
+FULL = "--checkpoint-activations --mixed-precision bf16"
+SHARDS = "--nproc-per-node 6 --fsdp-memory-optimization --fsdp-shard-size"
+ZERO_2, ZERO_3, OFFLOAD = "--zero-2-memory-optimization", "--zero-3-memory-optimization", "--cpu-offload"
+LADDER = (
+    "--micro-batch-size 8 --global-batch-size 16", "--epochs 2 --global-batch-size 16", "", "--recompute-activations",
+    "--checkpoint-activations", FULL, f"{FULL} --oss-memory-optimization", f"{FULL} {ZERO_2}",
+    f"{FULL} {ZERO_2} {OFFLOAD}", f"{FULL} {ZERO_3}", f"{FULL} {ZERO_3} {OFFLOAD}", f"{FULL} {ZERO_3} --nvme-path d",
+    f"{FULL} {SHARDS} 2", f"{FULL} {SHARDS} 6",
+)  # fmt: skip
+"""Flags of runs. The test writes what is suggested next."""
 
 
-@pytest.mark.parametrize(("flags", "said"), LADDER, ids=lambda x: x if isinstance(x, str) else "")
-def test_the_ladder(flags: str, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    packages = {"deepspeed": "0.19", "fairscale": "0.4"}
-    monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", lambda: packages)
-    job = CausalJob([*flags.split(), "--nproc-per-node", "2", "--train-iters", "4", "--lr", "1e-3"])
-    plan = resolve_plan(type(job), job.config)
-    assert next_step(job.config, plan, lambda config: resolve_plan(type(job), config)) == said
-
-
-def test_a_run_by_epochs_gets_its_passes_in_iterations() -> None:
-    job = CausalJob(["--epochs", "2", "--global-batch-size", "16", "--nproc-per-node", "2", "--lr", "1e-3"])
-    plan = resolve_plan(type(job), job.config)
-    assert plan.sizes.micro_batch == 8
-    expected = "--micro-batch-size 1 --global-batch-size 16 --train-iters 2epochs in place of --epochs"
-    assert next_step(job.config, plan, lambda config: resolve_plan(type(job), config)) == expected
-
-
-def test_without_deepspeed_the_ladder_leads_to_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", dict)
-    flags = "--checkpoint-activations --mixed-precision bf16 --nproc-per-node 2 --train-iters 4 --lr 1e-3"
-    job = CausalJob(flags.split())
-    plan = resolve_plan(type(job), job.config)
-    assert next_step(job.config, plan, lambda c: resolve_plan(type(job), c)) == "--fsdp-memory-optimization"
-
-
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [
-        (2, "--fsdp-shard-size 3"),
-        (3, "--fsdp-shard-size 6"),
-        (6, "--zero-3-memory-optimization in place of --fsdp-memory-optimization --fsdp-shard-size"),
-    ],
-)
-def test_groups_grow_before_another_engine_is_named(size: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    packages = {"deepspeed": "0.19"}
-    monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", lambda: packages)
-    flags = "--checkpoint-activations --mixed-precision bf16 --nproc-per-node 6 --train-iters 4 --lr 1e-3"
-    job = CausalJob([*flags.split(), "--fsdp-memory-optimization", "--fsdp-shard-size", str(size)])
-    plan = resolve_plan(type(job), job.config)
-    assert next_step(job.config, plan, lambda c: resolve_plan(type(job), c)) == said
+def test_the_ladder(says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    for packages, runs in (({"deepspeed": "0.19", "fairscale": "0.4"}, LADDER), ({}, (FULL,))):
+        monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", lambda p=packages: p)
+        for flags in runs:
+            length = [] if "--epochs" in flags else ["--train-iters", "4"]
+            job = CausalJob(["--nproc-per-node", "2", *flags.split(), *length, "--lr", "1e-3"])
+            plan = resolve_plan(CausalJob, job.config)
+            told = next_step(job.config, plan, lambda config: resolve_plan(CausalJob, config))
+            says.text(f"{flags or 'nothing'} → {told}")
 
 
 HUGE = 400 * 2**40
 """Bytes that no process can address."""
+
+
+ERRORS = {
+    "python": MemoryError(),
+    "device": torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"),
+    "other": RuntimeError("shapes differ"),
+}
 
 
 def _fails_while_building(error: str) -> CausalJob:
@@ -153,52 +116,35 @@ def _fails_while_building(error: str) -> CausalJob:
         def build_model(self) -> torch.nn.Module:
             if error == "real":
                 torch.empty(HUGE, dtype=torch.uint8)
-            raise {"python": MemoryError(), "device": torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")}[error]
+            raise ERRORS[error]
 
     return Job(["--train-iters", "2", "--lr", "0.1", "--no-save", "--device", "cpu"])
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        ("real", "can't allocate memory: you tried to allocate 439804651110400 bytes"),
-        ("python", f"worker 0 on {gethostname()} is out of memory: MemoryError"),
-        ("device", f"worker 0 on {gethostname()} is out of memory: CUDA out of memory. Tried"),
-    ],
-)
-def test_memory_that_runs_out_while_the_model_is_built(error: str, message: str) -> None:
+@pytest.mark.parametrize("error", ["real", "python", "device"])
+def test_memory_that_runs_out_while_the_model_is_built(error: str, says: Says) -> None:
     with pytest.raises(OutOfMemory) as caught:
         _fails_while_building(error).fit()
-    lines = caught.value.render().splitlines()
-    assert len(lines) == 3
-    assert message in lines[0]
-    assert lines[1] == "  where  while the model is built, optimizer on 1 worker"
-    assert "fewer workers per machine" in lines[2]
-    assert caught.value.exit_status == 1
+    told = caught.value.render()
+    assert (f"you tried to allocate {HUGE} bytes" in told) == (error == "real")
+    says.text(re.sub(r"\[enforce fail.*", "…", told), HOST=gethostname())
+    assert len(told.splitlines()) == 3
+    assert OutOfMemory.exit_status == 1
 
 
 def test_other_errors_while_building_stay_what_they_are() -> None:
-    class Job(CausalJob):
-        def build_model(self) -> torch.nn.Module:
-            raise RuntimeError("shapes differ")
-
     with pytest.raises(RuntimeError, match="shapes differ"):
-        Job(["--train-iters", "2", "--lr", "0.1", "--no-save", "--device", "cpu"]).fit()
+        _fails_while_building("other").fit()
 
 
-def test_a_model_of_huge_sizes_is_out_of_memory_and_not_a_wrong_size(
-    gpt_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_huge_sizes_are_out_of_memory(gpt_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("text\n" + "some words\n" * 20)
     words = f"--task causal_lm --model-type gpt2 --num-layers 1 --hidden-size 20000000000000 --num-attention-heads 2 \
         --tokenizer-path {gpt_folder} --data-dir {tmp_path} --lr 1e-3 --epochs 1 --no-save --device cpu"
     assert main(words.split()) == 1
-    lines = capsys.readouterr().err.splitlines()
-    start = next(
-        i for i, line in enumerate(lines) if line.startswith(f"error: worker 0 on {gethostname()} is out of memory: ")
-    )
-    assert "can't allocate memory" in lines[start]
-    assert lines[start + 1].startswith("  where  while the model is built")
+    told = capsys.readouterr().err.partition(f"\nerror: worker 0 on {gethostname()} is out of memory: ")[2]
+    assert "can't allocate memory" in told
+    assert "\n  where  while the model is built" in told
 
 
 def test_weights_that_do_not_fit_are_not_called_damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from rapidformer_templates import Finetuner
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.errors import ConfigError, DataError, Refused
 from rapidformer_templates.run.predictions import predict_samples
+from tests.support.messages import Says
 from tests.support.saved_models import OpenedModel, open_saved
 from tests.support.texts import WORDS, write_jsonl
 
@@ -64,11 +65,17 @@ def close(told: float, wanted: float) -> bool:
 
 
 def test_one_label(bert: Make) -> None:
+    """Also of pairs of texts."""
     folder = bert("BertForSequenceClassification", **LABELS)
-    told = records(open_saved(folder), list(TEXTS))
-    for record, wanted in zip(told, pipeline("text-classification", str(folder), top_k=None)(TEXTS), strict=True):
+    opened, tell = open_saved(folder), pipeline("text-classification", str(folder), top_k=None)
+    told = records(opened, list(TEXTS))
+    for record, wanted in zip(told, tell(TEXTS), strict=True):
         assert (record["label"], record["score"]) == (wanted[0]["label"], record["scores"][wanted[0]["label"]])
         assert all(close(record["scores"][of["label"]], of["score"]) for of in wanted)
+    pairs = [{"premise": a, "hypothesis": b} for a, b in zip(TEXTS, reversed(TEXTS), strict=True)]
+    best = tell([{"text": p["premise"], "text_pair": p["hypothesis"]} for p in pairs])
+    assert [record["label"] for record in records(opened, pairs)] == [one[0]["label"] for one in best]
+    assert records(opened, pairs) != told
 
 
 def test_several_labels_and_numbers(bert: Make) -> None:
@@ -117,6 +124,10 @@ def test_a_template_needs_flags_of_training_only_to_train(bert: Make, tmp_path: 
         Finetuner(**flags, device=absent).predict(TEXTS)
 
 
+def recall(pairs: Sequence[tuple[str, str]], name: str) -> float:
+    return float(np.mean([told == true for told, true in pairs if true == name]))
+
+
 class RecallByName(Finetuner):
     """Reports the recall of each class under its name."""
 
@@ -124,10 +135,6 @@ class RecallByName(Finetuner):
         names = self.task.labels
         pairs = [(names[told], names[true]) for told, true in zip(predictions, references, strict=True)]
         return {f"recall/{name}": recall(pairs, name) for name in names}
-
-
-def recall(pairs: Sequence[tuple[str, str]], name: str) -> float:
-    return float(np.mean([told == true for told, true in pairs if true == name]))
 
 
 def test_own_metrics_have_the_names_of_classes(bert: Make, tmp_path: Path) -> None:
@@ -144,17 +151,6 @@ def test_own_metrics_have_the_names_of_classes(bert: Make, tmp_path: Path) -> No
     assert job.fit()["metrics"].items() >= wanted.items()
 
 
-def test_texts_and_their_seconds(bert: Make) -> None:
-    folder = bert("BertForSequenceClassification", **LABELS)
-    pairs = [{"premise": a, "hypothesis": b} for a, b in zip(TEXTS, reversed(TEXTS), strict=True)]
-    wanted = pipeline("text-classification", str(folder))(
-        [{"text": p["premise"], "text_pair": p["hypothesis"]} for p in pairs]
-    )
-    told = records(open_saved(folder), pairs)
-    assert [record["label"] for record in told] == [one["label"] for one in wanted]
-    assert told != records(open_saved(folder), [{"text": text} for text in TEXTS])
-
-
 def test_tags_of_words(bert: Make) -> None:
     folder = bert("BertForTokenClassification", **LABELS)
     told = records(open_saved(folder), [{"tokens": text.split()} for text in TEXTS])
@@ -169,7 +165,7 @@ def test_tags_of_words(bert: Make) -> None:
     assert long[-1] is None  # truncated to the 48 tokens that the model accepts
 
 
-def test_hidden_words(bert: Make) -> None:
+def test_hidden_words(bert: Make, says: Says) -> None:
     folder = bert("BertForMaskedLM")
     texts = ["the [MASK] sees a tree", "[MASK] cat runs", "a big [MASK] never [MASK] under it"]
     told, fill = records(open_saved(folder), texts), pipeline("fill-mask", str(folder))
@@ -179,9 +175,8 @@ def test_hidden_words(bert: Make) -> None:
             assert [c["token"] for c in mask] == [c["token_str"] for c in best]
             assert all(close(one["score"], other["score"]) for one, other in zip(mask, best, strict=True))
     assert told[0]["text"] == fill(texts[0])[0]["sequence"]
-    with pytest.raises(DataError, match=r"there is no \[MASK\]") as error:
+    with says(DataError):
         records(open_saved(folder), [*texts, "no mask"])
-    assert "row 4" in error.value.render()
 
 
 def test_answers_in_a_context(bert: Make) -> None:
@@ -236,23 +231,17 @@ def test_a_conversation_without_a_column(gpt: Path) -> None:
     assert records(opened, [messages, messages[0]], max_new_tokens=4) == wanted
     older = [{"from": "human", "value": message["content"]} for message in messages]
     assert records(opened, [older], max_new_tokens=4) == wanted[:1]
-    with pytest.raises(DataError, match="it is of type list"):
-        records(opened, [["a", "b"]])
 
 
-def test_draws_follow_the_seed(gpt: Path) -> None:
+def test_draws_follow_the_seed(gpt: Path, says: Says) -> None:
     opened = open_saved(gpt)
     before = torch.random.get_rng_state()
     drawn = [records(opened, list(TEXTS), max_new_tokens=8, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_prompts_that_fill_the_model(gpt: Path) -> None:
-    with pytest.raises(DataError, match="the prompt has 159 tokens, and the model takes 64"):
-        records(open_saved(gpt), ["the", "the" + " the" * 79])
-    with pytest.raises(DataError, match="none of the columns is called"):
-        records(open_saved(gpt), [{"name": "the"}])
+    for rows in (["the", "the" + " the" * 79], [{"name": "the"}], [["a", "b"]]):
+        with says(DataError):
+            records(opened, rows)
 
 
 def test_texts_from_texts(tmp_path: Path, bert_folder: Path) -> None:
@@ -268,11 +257,7 @@ def test_texts_from_texts(tmp_path: Path, bert_folder: Path) -> None:
         assert record == {"text": tokenizer.decode(alone[0], skip_special_tokens=True)}
 
 
-def test_folders_that_say_nothing(tmp_path: Path, bert: Make) -> None:
-    folder = bert("BertModel")
-    with pytest.raises(ConfigError, match="a BertModel, and does not say what it is for"):
-        open_saved(folder)
-    with pytest.raises(ConfigError, match="neither a run folder nor a model"):
-        open_saved(tmp_path)
-    with pytest.raises(ConfigError, match="does not exist"):
-        open_saved(tmp_path / "nowhere")
+def test_folders_that_say_nothing(tmp_path: Path, bert: Make, says: Says) -> None:
+    for folder in (bert("BertModel"), tmp_path, tmp_path / "nowhere"):
+        with says(ConfigError):
+            open_saved(folder)

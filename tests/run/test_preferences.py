@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ from transformers import AutoModelForSequenceClassification
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.errors import CheckpointError, Refused
+from tests.support.messages import Says
 from tests.support.preference_runs import STEPS, Curve, curve_of, judged, make, pairs, run, run_all, scored
-from tests.support.selection import by_default, selected
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
+
+pytestmark = pytest.mark.slow
 
 LORA = ("--lora-rank", "2")
 KINDS = ("dpo", "ipo", "orpo", "simpo", "kto", "kto of pairs", "reward", "numbers", "labels")
-SHORT = ("dpo", "orpo", "simpo", "kto", "reward", "numbers")
+SHORT = ("dpo", "simpo", "kto", "reward")
 """Kinds of runs that are trained by default: with and without a reference, in pairs and alone, and with a score."""
 ENGINES: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("--fsdp-memory-optimization",),
@@ -45,9 +49,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Mapping
     folder = tmp_path_factory.mktemp("preferences")
     of_pairs = make(folder / "pairs", gpt_folder, pairs())
     of_judged = make(folder / "judged", gpt_folder, judged())
-    losses = {loss: [*of_pairs, "--preference-loss", loss] for loss in ("dpo", "ipo", "orpo", "simpo")}
     return {
-        **losses,
+        **{loss: [*of_pairs, "--preference-loss", loss] for loss in ("dpo", "ipo", "orpo", "simpo")},
         "kto": [*of_judged, "--preference-loss", "kto"],
         "kto of pairs": [*of_pairs, "--preference-loss", "kto"],
         "reward": [*of_pairs, "--task", "reward"],
@@ -69,57 +72,48 @@ def in_workers(count: int, runs: Mapping[str, Sequence[str]]) -> dict[str, Curve
 
 
 @pytest.fixture(scope="module")
-def whole(request: pytest.FixtureRequest, flags: Mapping[str, list[str]]) -> dict[str, Curve]:
-    """Train the selected kinds of runs in one process, with one micro batch per step."""
-    kinds = sorted({"dpo", *selected(request, "kind")})
-    curves = {kind: run([*flags[kind], "--micro-batch-size", "4"]) for kind in kinds}
-    assert curves["dpo"][1][2] != 0  # by then the model differs from its reference
-    return curves
-
-
-@pytest.fixture(scope="module")
-def cut(request: pytest.FixtureRequest, flags: Mapping[str, list[str]]) -> dict[str, Curve]:
-    """Train the selected kinds of runs in two workers, with two micro batches per step."""
-    return in_workers(2, {kind: [*flags[kind], "--micro-batch-size", "1"] for kind in selected(request, "kind")})
+def whole(flags: Mapping[str, list[str]]) -> Callable[[str], Curve]:
+    """Return a function that trains a kind of run in one process, with one micro batch per step."""
+    return cache(lambda kind: run([*flags[kind], "--micro-batch-size", "4"]))
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", by_default(SHORT, KINDS))
-def test_workers_and_micro_batches_change_nothing(
-    kind: str, cut: Mapping[str, Curve], whole: Mapping[str, Curve]
+def test_workers_and_micro_batches_agree(
+    kind: str, flags: Mapping[str, list[str]], whole: Callable[[str], Curve]
 ) -> None:
-    check_alike({kind: cut[kind]}, whole[kind])
+    """Two workers, with two micro batches per step."""
+    check_alike(in_workers(2, {kind: [*flags[kind], "--micro-batch-size", "1"]}), whole(kind))
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
-def test_every_engine_holds_the_copy_and_every_reference_is_the_same(
-    flags: Mapping[str, list[str]], whole: Mapping[str, Curve], tmp_path: Path
+def test_every_engine_has_the_same_reference(
+    flags: Mapping[str, list[str]], whole: Callable[[str], Curve], tmp_path: Path
 ) -> None:
+    assert whole("dpo")[1][2] != 0  # by then the model differs from its reference
     given = [*flags["dpo"], "--micro-batch-size", "2"]
     runs = {name: [*given, *more] for name, more in ENGINES.items()}
     runs |= {f"{name}, once": [*given, *more, *ONCE] for name, more in (ENGINES | STAGES).items() if name in CHECKED}
     runs["zero-3, once"] += ["--save", str(tmp_path / "once")]
-    check_alike(in_workers(2, runs), whole["dpo"])
+    check_alike(in_workers(2, runs), whole("dpo"))
     assert (tmp_path / "once" / "reference.safetensors").is_file()
 
 
 @pytest.mark.distributed
 @pytest.mark.longer
-def test_groups_of_workers_hold_copies_of_the_copy(flags: Mapping[str, list[str]], whole: Mapping[str, Curve]) -> None:
+def test_groups_of_workers_hold_copies(flags: Mapping[str, list[str]], whole: Callable[[str], Curve]) -> None:
     groups = ("--micro-batch-size", "1", "--fsdp-memory-optimization", "--fsdp-shard-size", "2")
-    check_alike(in_workers(4, {"groups": [*flags["dpo"], *groups]}), whole["dpo"])
+    check_alike(in_workers(4, {"groups": [*flags["dpo"], *groups]}), whole("dpo"))
 
 
 @pytest.mark.longer
 def test_a_model_without_its_adapters_is_the_reference(flags: Mapping[str, list[str]]) -> None:
     given = [*flags["dpo"], *LORA, "--micro-batch-size", "2"]
-    whole = run(given)
-    assert whole[1][2] != 0
+    wanted = run(given)
+    assert wanted[1][2] != 0
     runs = {name: [*given, *more] for name, more in ENGINES.items() if name in ("fsdp", "zero-3", "tensor")}
     runs |= {f"{name}, once": [*given, *more, *ONCE] for name, more in STAGES.items()}
-    check_alike(in_workers(2, runs), whole)
+    check_alike(in_workers(2, runs), wanted)
 
 
 class Dies(Trainer):
@@ -130,31 +124,28 @@ class Dies(Trainer):
             raise KeyboardInterrupt
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_from_its_own_log_probabilities(gpt_folder: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_own_log_probabilities(gpt_folder: Path, tmp_path: Path, says: Says) -> None:
     given = make(tmp_path / "data", gpt_folder, judged())
     given += ["--preference-loss", "kto", "--train-iters", "5", "--micro-batch-size", "2", *ONCE]
     wanted = run(given)
     half = [*given, "--task", "preference", "--save-interval", "2", "--save", str(tmp_path / "half")]
     with pytest.raises(KeyboardInterrupt):
         Dies(half).fit()
-    kept = (tmp_path / "half" / "reference.safetensors").read_bytes()
-    text = (tmp_path / "data" / "train.jsonl").read_text(encoding="utf-8")
-    (tmp_path / "data" / "train.jsonl").write_text(text.replace('"prompt": "', '"prompt": "a ', 1), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="the training samples are not those of the checkpoint"):
-        Trainer([*half, "--resume"]).fit()
-    with pytest.raises(CheckpointError, match="the reference belong to another data"):
-        Trainer([*half, "--resume", "--allow-changed-data"]).fit()
-    (tmp_path / "data" / "train.jsonl").write_text(text, encoding="utf-8")
-    (tmp_path / "half" / "reference.safetensors").write_bytes(kept[:40])
+    reference, rows = tmp_path / "half" / "reference.safetensors", tmp_path / "data" / "train.jsonl"
+    kept, text = reference.read_bytes(), rows.read_text(encoding="utf-8")
+    rows.write_text(text.replace('"prompt": "', '"prompt": "a ', 1), encoding="utf-8")
+    for more in ([], ["--allow-changed-data"]):
+        with says(CheckpointError):
+            Trainer([*half, "--resume", *more]).fit()
+    rows.write_text(text, encoding="utf-8")
+    reference.write_bytes(kept[:40])
     with pytest.raises(CheckpointError, match="the log-probabilities of the reference cannot be read"):
         Trainer([*half, "--resume"]).fit()
-    (tmp_path / "half" / "reference.safetensors").write_bytes(kept)
+    reference.write_bytes(kept)
     Trainer([*half, "--resume"]).fit()
     np.testing.assert_array_equal(np.concatenate(curve_of(tmp_path / "half")), np.concatenate(wanted))
 
 
-@pytest.mark.slow
 def test_loaded_adapters_are_the_reference_if_it_is_computed_once(gpt_folder: Path, tmp_path: Path) -> None:
     tuned = [*make(tmp_path / "answers", gpt_folder, judged()), *LORA, "--micro-batch-size", "2"]
     Trainer([*tuned, "--task", "causal_lm", "--save", str(tmp_path / "tuned")]).fit()
@@ -169,7 +160,6 @@ def test_loaded_adapters_are_the_reference_if_it_is_computed_once(gpt_folder: Pa
     assert [chosen, rejected] == pytest.approx([0, 0], abs=1e-6)
 
 
-@pytest.mark.slow
 def test_a_loaded_run_keeps_its_reference(gpt_folder: Path, tmp_path: Path) -> None:
     """Job scripts pass --resume at every start, even before there is a checkpoint."""
     given = [*make(tmp_path / "pairs", gpt_folder, pairs()), "--task", "preference", "--micro-batch-size", "2", *ONCE]
@@ -187,11 +177,8 @@ def test_a_loaded_run_keeps_its_reference(gpt_folder: Path, tmp_path: Path) -> N
     assert curve_of(folder) == curve_of(tmp_path / "in one")[2:]
 
 
-@pytest.mark.slow
 def test_what_a_run_leaves(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
-    Trainer([*flags["reward"], "--export-model", "--save", str(tmp_path / "run")]).fit()
-    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "export")
-    assert exported.config.num_labels == 1
-    Trainer([*flags["numbers"], "--export-model", "--save", str(tmp_path / "numbers")]).fit()
-    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "numbers" / "export")
-    assert exported.config.problem_type == "regression"
+    for kind, field, value in (("reward", "num_labels", 1), ("numbers", "problem_type", "regression")):
+        Trainer([*flags[kind], "--export-model", "--save", str(tmp_path / kind)]).fit()
+        exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / kind / "export")
+        assert getattr(exported.config, field) == value

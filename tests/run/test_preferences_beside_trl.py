@@ -5,6 +5,7 @@ TRL is not a dependency. If it is installed (1.16 was used), ``pytest -s`` print
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rapidformer_templates import Trainer
 from tests.support.preference_runs import curve_of, judged, make, pairs
 
-trl = pytest.importorskip("trl", reason="TRL is not installed: pip install --no-deps trl")
+pytest.importorskip("trl", reason="TRL is not installed: pip install --no-deps trl")
 
 Batch = dict[str, torch.Tensor]
 STEPS = 8
@@ -56,46 +57,15 @@ def _halves(batch: Batch) -> Batch:
     return {f"{half}_{n}": batch[n].chunk(2)[i] for i, half in enumerate(("chosen", "rejected")) for n in names}
 
 
-def _dpo(kind: str) -> Callable[..., Any]:
-    def build(model: Any, tokenizer: Any, rows: Any, common: Mapping[str, Any]) -> Any:
-        config = trl.DPOConfig(loss_type=[kind], **common)
-        return trl.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer)
-
-    return build
-
-
-def _kto(model: Any, tokenizer: Any, rows: Any, common: Mapping[str, Any]) -> Any:
-    from trl.trainer.kto_trainer import KTOConfig, KTOTrainer
-
-    return KTOTrainer(model, args=KTOConfig(**common), train_dataset=rows, processing_class=tokenizer)
-
-
-def _orpo(model: Any, tokenizer: Any, rows: Any, common: Mapping[str, Any]) -> Any:
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-    return ORPOTrainer(model, args=ORPOConfig(**common), train_dataset=rows, processing_class=tokenizer)
-
-
-def _simpo(model: Any, tokenizer: Any, rows: Any, common: Mapping[str, Any]) -> Any:
-    from trl.experimental.cpo import CPOConfig, CPOTrainer
-
-    config = CPOConfig(loss_type="simpo", cpo_alpha=0.0, **common)
-    return CPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer)
-
-
-def _reward(model: Any, tokenizer: Any, rows: Any, common: Mapping[str, Any]) -> Any:
-    config = trl.RewardConfig(**common)
-    return trl.RewardTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer)
-
-
-PEERS: Mapping[str, tuple[Callable[..., Any], Callable[[Batch], Batch]]] = {
-    "dpo": (_dpo("sigmoid"), _of_dpo),
-    "ipo": (_dpo("ipo"), _of_dpo),
-    "orpo": (_orpo, _halves),
-    "simpo": (_simpo, _halves),
-    "kto": (_kto, _of_kto),
-    "reward": (_reward, _of_reward),
+PEERS: Mapping[str, tuple[str, str, dict[str, Any], Callable[[Batch], Batch]]] = {
+    "dpo": ("trl", "DPO", {"loss_type": ["sigmoid"]}, _of_dpo),
+    "ipo": ("trl", "DPO", {"loss_type": ["ipo"]}, _of_dpo),
+    "orpo": ("trl.experimental.orpo", "ORPO", {}, _halves),
+    "simpo": ("trl.experimental.cpo", "CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}, _halves),
+    "kto": ("trl.trainer.kto_trainer", "KTO", {}, _of_kto),
+    "reward": ("trl", "Reward", {}, _of_reward),
 }
+"""Module, name and options of the trainer, and the batch that it takes."""
 
 
 def _told(peer: Any) -> dict[str, float]:
@@ -140,11 +110,13 @@ def test_eight_steps_are_those_of_trl(loss: str, gpt_folder: Path, tmp_path: Pat
         "output_dir": str(tmp_path / "trl"), "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True,
         "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True,
     }  # fmt: skip
-    build, batch_for = PEERS[loss]
-    peer = build(model, tokenizer, datasets.Dataset.from_list(rows), common)
-    for module in peer.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    module, name, options, batch_for = PEERS[loss]
+    config, trainer = (getattr(importlib.import_module(module), f"{name}{kind}") for kind in ("Config", "Trainer"))
+    data = datasets.Dataset.from_list(rows)
+    peer = trainer(model, args=config(**options, **common), train_dataset=data, processing_class=tokenizer)
+    for part in peer.model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
     theirs = _train(peer, job.batches, batch_for)
 
     worst = 0.0

@@ -1,15 +1,24 @@
-"""The output of a run without a terminal: each thing once, on standard error."""
+"""The output of a run: each thing once on standard error, and a picture of its curves without empty panels."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
+import pandas as pd
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from rapidformer_templates import Data
 from rapidformer_templates.errors import counted
+from rapidformer_templates.run.console import LEAST_SMOOTHED, RATE, SPEED, curves_of, draw_curves
+from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.system.terminal import print_lines
 from tests.support.lines import Line
 
@@ -41,9 +50,7 @@ def test_a_line_for_each_log_evaluation_and_checkpoint(tmp_path: Path, capsys: p
     assert len(told) == len(set(told))
 
 
-def test_a_resume_tells_what_is_changed_and_what_is_left_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_tells_what_is_changed_and_left_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ["--save", str(tmp_path / "run")]
     lines(capsys, "--lr", "0.1", *folder)
     told = lines(capsys, "--lr", "0.05", "--weight-decay", "0", "--resume", *folder)
@@ -56,26 +63,6 @@ def test_a_resume_tells_what_is_changed_and_what_is_left_once(
     assert sum("resuming from" in line for line in told) == 1
 
 
-def test_a_run_of_the_former_default_optimizer_resumes_without_a_word(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rate = ["--lr", "0.1", "--lr-decay-style", "constant"]
-    folder = [*rate, "--save-interval", "2", "--save", str(tmp_path / "run")]
-    lines(capsys, "--optimizer", "apex_adam", "--train-iters", "2", *folder)
-    plan = tmp_path / "run" / "plan.json"
-    content = json.loads(plan.read_text())
-    assert content["optimizer"] == "apex_adam"
-    del content["values"]["--optimizer"]  # it was the default
-    plan.write_text(json.dumps(content))
-    resumed = lines(capsys, "--resume", *folder)
-    assert any(line.startswith("resuming from") for line in resumed)
-    assert "apex" not in "".join(resumed)
-    assert "--optimizer" not in "".join(resumed)
-    lines(capsys, *rate, "--save", str(tmp_path / "whole"))
-    curves = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("run", "whole")]
-    assert json.loads(curves[0][-1])["eval_loss"] == json.loads(curves[1][-1])["eval_loss"]
-
-
 def test_the_results_show_whole_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "runs of [bold] words" / ("long" * 30)
     Watched([*FLAGS, "--lr", "0.1", "--save", str(folder)]).fit()
@@ -83,41 +70,90 @@ def test_the_results_show_whole_paths(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{folder}/metrics.jsonl".replace(" ", "") in "".join(cells).replace(" ", "")
 
 
-@pytest.mark.parametrize(
-    ("iterations", "steps", "has_spread"),
-    [("1", "1 (0.5 epochs)", False), ("2", "2 (1 epoch)", False), ("4", "4 (2 epochs)", False), ("5", "5 (2.5 ", True)],
-)
-def test_the_results_count_epochs_and_show_a_spread_of_several_steps(
-    iterations: str, steps: str, has_spread: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("iterations", "steps"), [("1", "1 (0.5 epochs)"), ("4", "4 (2 epochs)"), ("5", "5 (2.5 ")])
+def test_the_results_count_epochs_and_show_a_spread(
+    iterations: str, steps: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Watched([*FLAGS[:2], "--lr", "0.1", "--no-save", "--train-iters", iterations]).fit()
     shown = capsys.readouterr().out
     assert steps in shown
-    assert ("±" in shown) == has_spread
+    assert ("±" in shown) == (iterations == "5")
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (1, "1 step"),
-        (0, "0 steps"),
-        (12, "12 steps"),
-        (0.10643, "0.106 steps"),
-        (1.0, "1 step"),
-        (2000.0, "2,000 steps"),
-    ],
-)
-def test_numbers_with_their_noun(number: float, text: str) -> None:
-    assert counted(number, "step") == text
+def test_numbers_with_their_noun() -> None:
+    numbers = [counted(number, "step") for number in (1, 0, 12, 0.10643, 1.0, 2000.0)]
+    assert numbers == ["1 step", "0 steps", "12 steps", "0.106 steps", "1 step", "2,000 steps"]
 
 
-def test_a_run_goes_on_where_nobody_reads_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Closed:
-        def write(self, text: str) -> int:
-            raise BrokenPipeError(32, "Broken pipe")
+def test_a_run_goes_on_where_nobody_reads_its_lines() -> None:
+    broken = BrokenPipeError(32, "Broken pipe")
+    with mock.patch.object(sys, "stderr", mock.Mock(**{"write.side_effect": broken, "flush.side_effect": broken})):
+        print_lines("step 1")
 
-        def flush(self) -> None:
-            raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(sys, "stderr", Closed())
-    print_lines("step 1")
+def picture(folder: Path, lines: Sequence[Mapping[str, Any]]) -> np.ndarray[Any, Any]:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draw_curves(RunFolder(folder))
+    return np.round(255 * imread(folder / "curves.png")[..., :3]).astype(int)
+
+
+def train_line(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 2.0 / step, "samples_per_second": 100.0}
+
+
+def test_a_single_point_is_visible(tmp_path: Path) -> None:
+    image = picture(tmp_path, [train_line(1)])
+    blue, green = ((image == color).all(axis=-1) for color in ((31, 119, 180), (44, 160, 44)))
+    # A marker is a disk with a diameter of about 9 pixels at 110 dpi. The throughput has no legend.
+    assert green.sum() > 30
+    assert blue[: len(image) // 2].sum() > green.sum()
+
+
+SPEEDS = {SPEED: {SPEED: [(1, 100.0), (2, 100.0)]}}
+CURVES: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+    ([], {}),
+    ([{"step": 4, "test/loss": 0.1}, {"step": 4, "accuracy": 0.5}], {}),
+    ([train_line(1), train_line(2)], {"loss": {"training": [(1, 2.0), (2, 1.0)]}, **SPEEDS}),
+    ([{"step": 4, "eval_loss": None}, {"step": 8, "hard/loss": 0.5}], {"loss": {"hard": [(8, 0.5)]}}),
+    ([{"step": 4, "loss": None, "samples_per_second": 9.0}], {SPEED: {SPEED: [(4, 9.0)]}}),
+]
+
+
+@pytest.mark.parametrize(("lines", "panels"), CURVES)
+def test_there_are_no_empty_panels(lines: list[dict[str, Any]], panels: Mapping[str, Any], tmp_path: Path) -> None:
+    assert curves_of(lines) == panels
+    if panels:
+        assert len(picture(tmp_path, lines)) == 330 * len(panels)  # 3 inches each
+    else:
+        (tmp_path / "metrics.jsonl").touch()
+        draw_curves(RunFolder(tmp_path))
+        assert not (tmp_path / "curves.png").exists()
+
+
+def test_the_loss_that_is_the_metric_of_the_best_is_not_drawn_twice() -> None:
+    lines = [{"step": 4, "eval_loss": 0.5, "mine/loss": 0.4}]
+    assert list(curves_of(lines, "mine/loss")) == ["loss"]
+    assert curves_of([*lines, {"step": 8, "bleu": 3.0}], "bleu")["bleu"] == {"bleu": [(8, 3.0)]}
+
+
+def test_the_picture_has_title_best_rate_and_smooth_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = mock.Mock(wraps=Figure.savefig)
+    monkeypatch.setattr(Figure, "savefig", lambda *args, **named: saved(*args, **named))
+    lines: list[dict[str, Any]] = [{**train_line(step), "lr": 1e-3} for step in range(1, LEAST_SMOOTHED + 1)]
+    lines += [{"step": step, "eval_loss": 1.0, "accuracy": 1 / step} for step in (10, 20)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draw_curves(RunFolder(tmp_path), {"step": 10, "metric": "accuracy", "value": 0.1})
+    figure = saved.call_args.args[0]
+    assert figure.get_suptitle() == f"{tmp_path.name}: best accuracy 0.1 at step 10"
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "accuracy", RATE, SPEED]
+    curves = [[list(line.get_ydata()) for line in axes.get_lines()] for axes in figure.axes]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    raw, smooth, validation = curves[0][:3]
+    assert raw == losses
+    np.testing.assert_allclose(smooth, pd.Series(losses).ewm(alpha=0.1).mean(), rtol=1e-12)
+    assert validation == [1.0, 1.0]
+    assert curves[1][0] == [0.1, 0.05]
+    assert curves[2][0] == [1e-3] * LEAST_SMOOTHED
+    for axes in figure.axes:
+        assert list(axes.get_lines()[-1].get_xdata()) == [10, 10]
+    assert (tmp_path / "curves.png").exists()

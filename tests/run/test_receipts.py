@@ -131,12 +131,6 @@ def test_tf32_and_the_search_are_missed() -> None:
     assert acted(Measured(searched, config, [{"layout": [1, 2, 1]}])) is not None
 
 
-def test_a_measurement_is_of_the_first_worker_that_has_it() -> None:
-    measured = Measured(Plan("Trainer"), RunConfig(), [{"logits_columns": None}, {"logits_columns": [2, 4]}])
-    assert measured["logits_columns"] == [2, 4]
-    assert measured["fill"] is None
-
-
 @pytest.mark.parametrize(("second", "acted"), [(22_699_012, True), (22_714_371 + 11_720_448, False)])
 def test_a_parameter_on_the_border_of_two_shares_is_whole_on_both_workers(second: int, acted: bool) -> None:
     """MiniLM under ZeRO-2: one embedding has half of its elements. The measurement comes from the first worker."""

@@ -1,4 +1,4 @@
-"""``--min-workers``: random numbers independent of the number of workers, and restarts after a worker is lost."""
+"""``--min-workers`` and ``torchrun --max-restarts``: restarts after a worker is lost, with the same random numbers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rapidformer_templates.errors import ConfigError, RapidformerError, ReportedError, WorkerFailed
 from rapidformer_templates.run import restarts
+from rapidformer_templates.run.fit import join_and_train
 from rapidformer_templates.run.folder import RunFolder, read_metrics
 from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_numbers
 from rapidformer_templates.system.processes import Failure
 from rapidformer_templates.system.workers import Workers
 from tests.support.dropout_runs import DropoutJob
+from tests.support.messages import Says
 from tests.support.parity import trained
 from tests.support.selection import by_default
-from tests.support.worker_pool import run_in_workers
+from tests.support.worker_pool import free_port, run_in_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = "--micro-batch-size 2 --global-batch-size 12 --lr 1e-3 --log-interval 1 --device cpu"
@@ -33,7 +37,7 @@ def dropout_losses(workers: Workers | None, flags: str, layers: int = 2) -> list
 
 
 LAYOUTS = {
-    "ddp": (3, ""),
+    "ddp": (2, ""),
     "fsdp": (2, "--fsdp-memory-optimization"),
     "zero-2": (2, "--zero-2-memory-optimization"),
     "zero-3": (2, "--zero-3-memory-optimization"),
@@ -60,29 +64,20 @@ def test_dropout_of_a_pipeline_does_not_depend_on_its_replicas() -> None:
     assert two == pytest.approx(one, rel=1e-6)
 
 
-def test_the_numbers_that_do_not_work_are_named() -> None:
+def test_the_numbers_that_do_not_work_are_named(says: Says) -> None:
     numbers = worker_numbers(DropoutJob(f"{STEPS} --nproc-per-node 6 --min-workers 2".split()))
     assert numbers is not None
     assert numbers.possible == [2, 3, 6]
-    reasons = [
-        f"; not with {count}: global batch size 12 is not divisible by micro batch 2 × data-parallel size {count}"
-        for count in (4, 5)
-    ]
-    assert numbers.note == f"note       --min-workers: the run can continue with 2, 3 or 6 workers{''.join(reasons)}"
+    says.text(numbers.note)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--nproc-per-node 6 --min-workers 4", "numbers that work with these flags: 1, 2, 3 or 6 workers"),
-        ("--nproc-per-node 2 --min-workers 3", "there are only 2 workers"),
-        ("--nproc-per-node 6 --min-workers 5 --pipeline-model-parallel-size 2", "numbers .* flags: 2, 4 or 6 workers"),
-    ],
-)
-def test_a_number_without_an_alternative_is_refused(flags: str, message: str) -> None:
-    batch = STEPS.replace("size 12", "size 24") if "pipeline" in flags else STEPS
-    with pytest.raises(ConfigError, match=message):
-        worker_numbers(DropoutJob(f"{batch} {flags}".split()))
+UNEVEN = "--nproc-per-node 6 --min-workers 5 --pipeline-model-parallel-size 2 --global-batch-size 24"
+
+
+@pytest.mark.parametrize("flags", ["--nproc-per-node 6 --min-workers 4", "--nproc-per-node 2 --min-workers 3", UNEVEN])
+def test_a_number_without_an_alternative_is_refused(flags: str, says: Says) -> None:
+    with says(ConfigError):
+        worker_numbers(DropoutJob(f"{STEPS} {flags}".split()))
 
 
 class Attempts:
@@ -123,15 +118,12 @@ def test_each_restart_has_the_next_lower_number_and_the_same_batch(pauses: list[
     flags = {"global_batch_size": 12, "resume": True, "overwrite": False}
     assert [changed for _, changed in attempts.seen[1:]] == [{"nproc_per_node": n, **flags} for n in (3, 1, 1)]
     assert pauses == [1, 2, 4]
-
-
-def test_the_number_stays_if_it_is_the_lowest(pauses: list[float]) -> None:
     attempts = Attempts([killed()])
-    run_with_restarts(job("--min-workers 6"), attempts)
+    run_with_restarts(job("--min-workers 6"), attempts)  # the lowest number stays
     assert attempts.seen == [(6, {}), (6, {"nproc_per_node": 6, "global_batch_size": 12})]
 
 
-def test_restarts_are_limited_until_there_is_a_new_checkpoint(
+def test_a_new_checkpoint_allows_more_restarts(
     pauses: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     attempts = Attempts([killed() for _ in range(9)])
@@ -145,15 +137,15 @@ def test_restarts_are_limited_until_there_is_a_new_checkpoint(
     assert pauses[2:] == [1] * 5
 
 
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        ("", killed()),
-        ("--min-workers 1", ConfigError("a mistake")),
-        ("--min-workers 1", ReportedError("not finite", 3)),
-        ("--min-workers 1 --max-restarts 0", killed()),
-    ],
-)
+ENDS: list[tuple[str, RapidformerError]] = [
+    ("", killed()),
+    ("--min-workers 1", ConfigError("a mistake")),
+    ("--min-workers 1", ReportedError("not finite", 3)),
+    ("--min-workers 1 --max-restarts 0", killed()),
+]
+
+
+@pytest.mark.parametrize(("flags", "error"), ENDS)
 def test_a_run_is_not_restarted(flags: str, error: RapidformerError) -> None:
     attempts = Attempts([error])
     with pytest.raises(type(error)):
@@ -195,18 +187,26 @@ Job.main()
 """
 
 
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", **variables}
+
+
 def start(folder: Path, *flags: str, **variables: str) -> str:
     script = folder / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
     words = [sys.executable, str(script), *f"{BATCH} --train-iters 8 --no-export-model".split(), *flags]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(words, env=environment(**variables), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
-    return [(line["step"], line["loss"]) for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+def assert_losses_of_one_process(folder: Path, flags: str = "--min-workers 1") -> None:
+    """Compare the losses with those of one process that nothing has interrupted."""
+    alone = trained(DropoutJob(f"{BATCH} --train-iters 8 {flags}".split()))["lines"]
+    wanted = [line["loss"] for line in alone if "loss" in line]
+    lines = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["loss"] for line in lines] == pytest.approx(wanted, rel=1e-5)
 
 
 KILLED = [  # (workers, steps between checkpoints, how the run continues)
@@ -218,16 +218,12 @@ KILLED = [  # (workers, steps between checkpoints, how the run continues)
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("workers", "saves", "expected"), by_default(KILLED[:1], KILLED))
-def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
-    workers: int, saves: str, expected: str, tmp_path: Path
-) -> None:
+def test_a_killed_worker_costs_the_steps_since_a_save(workers: int, saves: str, expected: str, tmp_path: Path) -> None:
     flags = ["--nproc-per-node", str(workers), "--min-workers", "1", "--save-interval", saves]
     told = start(tmp_path, *flags, "--save", str(tmp_path / "run"))
     assert "error: worker 1 was killed by SIGKILL" in told
     assert f"restart    1 of 3 in 1 s with {expected}" in told
-    alone = trained(DropoutJob(f"{BATCH} --train-iters 8 --min-workers 1".split()))["lines"]
-    wanted = [line["loss"] for line in alone if "loss" in line]
-    assert losses(tmp_path / "run") == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in enumerate(wanted, 1)]
+    assert_losses_of_one_process(tmp_path)
 
 
 @pytest.mark.longer
@@ -236,4 +232,96 @@ def test_a_worker_out_of_memory_is_restarted(tmp_path: Path) -> None:
     flags = ["--nproc-per-node", "2", "--min-workers", "2", "--save-interval", "2", "--save", str(tmp_path / "run")]
     told = start(tmp_path, *flags, FULL="1")
     assert "restart    1 of 3 in 1 s with 2 workers, continues from step-4" in told
-    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 9))
+    assert_losses_of_one_process(tmp_path)
+
+
+ELASTIC = """
+import os, signal
+from tests.support.dropout_runs import DropoutJob
+
+class Job(DropoutJob):
+    def on_step_end(self, step, result):
+        is_victim = os.environ["RANK"] == os.environ.get("KILLED") or "KILLED_NODE" in os.environ
+        if step == 5 and is_victim and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if "KILLED_NODE" in os.environ:
+                os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+Job.main()
+"""
+
+
+def agents(victims: list[dict[str, str]], folder: Path, words: list[str], *flags: str) -> list[tuple[int, str]]:
+    """Run the script under some torchruns, and return the status and the output of each.
+
+    Args:
+        victims: environment variables of each torchrun, which name the worker to kill.
+        words: of the torchruns.
+    """
+    (folder / "train.py").write_text(ELASTIC, encoding="utf-8")
+    given = f"{BATCH} --train-iters 8 --no-export-model --save-interval 2 --save {folder / 'run'}".split()
+    command = [sys.executable, "-m", "torch.distributed.run", *words, str(folder / "train.py"), *given, *flags]
+    started = []
+    for variables in victims:  # the first one holds the rendezvous and must survive
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(command, env=environment(**variables), **pipes))
+        if len(victims) > 1:
+            time.sleep(8)
+    try:
+        outputs = [agent.communicate(timeout=400)[0] for agent in started]
+    finally:
+        for agent in started:
+            agent.terminate()
+            agent.wait(60)
+    return [(agent.returncode, output) for agent, output in zip(started, outputs, strict=True)]
+
+
+@pytest.mark.longer
+@pytest.mark.distributed
+@pytest.mark.parametrize("flags", ["", "--min-workers 2"])
+def test_a_restart_of_torchrun_resumes_without_being_told(flags: str, tmp_path: Path) -> None:
+    """One worker without ``--min-workers``, two of which one is killed with it."""
+    count = "2" if flags else "1"
+    words = ["--standalone", "--nproc-per-node", count, "--max-restarts", "1"]
+    ((status, told),) = agents([{"KILLED": "1" if flags else "0"}], tmp_path, words, *flags.split())
+    assert status == 0, told
+    assert "resuming from" in told
+    assert_losses_of_one_process(tmp_path, "--min-workers 1" if flags else "")
+
+
+@pytest.mark.longer
+@pytest.mark.distributed
+def test_the_remaining_node_continues_alone(tmp_path: Path) -> None:
+    """A torchrun is killed with its worker. The other one starts one worker, which has the same dropout and batch."""
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "elastic"]
+    nodes = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2", *meeting]
+    ended = agents([{}, {"KILLED_NODE": "1"}], tmp_path, nodes, "--min-workers", "1")
+    told = "\n".join(output for _, output in ended)
+    assert sorted(status for status, _ in ended) == [-9, 0], told
+    assert "plan       1 × cpu" in told
+    assert "saved by 2 workers: reseeded for 1; dropout does not depend on them" in told
+    assert_losses_of_one_process(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("launch", "restarts", "is_old"), [("a", "1", False), ("b", "1", False), ("a", "0", False), ("a", "1", True)]
+)
+def test_a_restart_is_recognized(
+    launch: str, restarts: str, is_old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither another launch counts, nor an earlier one with the same id, from before the parent of this process."""
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    folder.prepare({"engine_options": {}}, overwrite=False)
+    if is_old:
+        os.utime(folder.plan, (1, 1))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    assert folder.is_of_restarted_launch() is ((launch, restarts, is_old) == ("a", "1", False))
+
+
+def test_torchrun_needs_its_own_limit_of_restarts(monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with says(ConfigError):
+        join_and_train(DropoutJob(f"{STEPS} --min-workers 1 --max-restarts 2".split()))

@@ -1,25 +1,30 @@
-"""Any engine resumes what any other engine has saved with any number of workers. The curve is the uninterrupted one."""
+"""Any engine resumes what any other engine has saved with any number of workers. The curve is the uninterrupted one.
+
+Also after a kill -9 while two workers write a checkpoint.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
-from collections.abc import Sequence
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engine_runs import ENGINES, SAVED, STEPS, WholeRuns, run
+from tests.support.crash_points import hang_in_writes
+from tests.support.engine_runs import ENGINES, SAVED, STEPS, WholeRuns, run, run_all
 from tests.support.parity import assert_close
 from tests.support.selection import by_default, selected
-from tests.support.worker_pool import run_in_workers
+from tests.support.worker_pool import run_in_workers, start_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed, pytest.mark.slow]
 
 NAMES = list(ENGINES)
-SAME = [(name, name) for name in NAMES]
 NEXT = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
 """Pairs (source, target). There is only one format. So each engine only writes for one other engine and reads from one.
 
@@ -28,9 +33,6 @@ engines do so, of all kinds: replicas, fairscale, and DeepSpeed with and without
 ``-m exhaustive`` tests all pairs on two workers, and each engine on four workers with a run that it has saved itself.
 """
 SHORT = [("plain", "fsdp"), ("oss", "sdp"), ("zero-2", "zero-3"), ("zero-2-offload", "zero-3-offload")]
-EVERY = [(source, target) for source in NAMES for target in NAMES if source != target]
-
-Pairs = Sequence[tuple[str, str]]
 
 
 def half_of(whole: Path, copy: Path) -> None:
@@ -39,37 +41,22 @@ def half_of(whole: Path, copy: Path) -> None:
     (copy / "checkpoints" / "latest").write_text(f"step-{SAVED}\n")
 
 
-def _go_on(workers: Any, root: str, pairs: Pairs) -> dict[Any, Any]:
-    """Resume several runs, each in a separate folder, and return their curves."""
-    return {pair: run(f"{root}/{'-'.join(pair)}", pair[1], workers.world, "--resume") for pair in pairs}
+def _go_on(workers: Any, folder: str, engine: str) -> Any:
+    return run(folder, engine, workers.world, "--resume")
 
 
-def resumed(workers: int, pairs: Pairs, whole: WholeRuns, root: Path) -> dict[Any, Any]:
-    """Return, by pair, the second half of the target's run after the source's first half, trained by two workers."""
-    for source, target in pairs:
-        half_of(whole.root / source, root / f"{source}-{target}")
-    return run_in_workers(workers, _go_on, str(root), pairs)[0]
-
-
-@pytest.fixture(scope="module")
-def same(
-    request: pytest.FixtureRequest, whole_runs: WholeRuns, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Any, Any]:
-    pairs = [(name, name) for name in selected(request, "name")]
-    return resumed(2, pairs, whole_runs, tmp_path_factory.mktemp("same"))
+def resumed(workers: int, source: str, target: str, whole: WholeRuns, folder: Path) -> Any:
+    """Return the second half of the target's run after the source's first half, trained by two workers."""
+    half_of(whole.root / source, folder / "run")
+    return run_in_workers(workers, _go_on, str(folder / "run"), target)[0]
 
 
 @pytest.fixture(scope="module")
-def next_ones(
-    request: pytest.FixtureRequest, whole_runs: WholeRuns, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Any, Any]:
-    sources = selected(request, "source")
-    return resumed(4, [pair for pair in NEXT if pair[0] in sources], whole_runs, tmp_path_factory.mktemp("next"))
-
-
-@pytest.fixture(scope="module")
-def every(whole_runs: WholeRuns, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    return resumed(2, EVERY, whole_runs, tmp_path_factory.mktemp("every"))
+def whole_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WholeRuns:
+    """Train with the engines that the selected tests start from."""
+    root = tmp_path_factory.mktemp("whole-runs")
+    names = [name for name in ENGINES if name in selected(request, "source")]
+    return WholeRuns(root, run_in_workers(2, run_all, str(root), names)[0])
 
 
 @pytest.fixture(scope="module")
@@ -78,38 +65,73 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("source", "target"), by_default(SHORT, NEXT))
-def test_four_workers_of_the_next_engine_go_on(source: str, target: str, next_ones: Any, reference: Any) -> None:
-    assert_close(next_ones[source, target], reference[SAVED:])
+def test_four_workers_of_the_next_engine_go_on(
+    source: str, target: str, whole_runs: WholeRuns, reference: Any, tmp_path: Path
+) -> None:
+    assert_close(resumed(4, source, target, whole_runs, tmp_path), reference[SAVED:])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("source", "target"), EVERY)
-def test_any_goes_on_with_any(source: str, target: str, every: Any, reference: Any) -> None:
-    assert_close(every[source, target], reference[SAVED:])
+@pytest.mark.parametrize("target", NAMES)
+@pytest.mark.parametrize("source", NAMES)
+def test_any_goes_on_with_any(source: str, target: str, whole_runs: WholeRuns, reference: Any, tmp_path: Path) -> None:
+    for workers in (2, 4) if source == target else (2,):
+        (tmp_path / str(workers)).mkdir()
+        assert_close(resumed(workers, source, target, whole_runs, tmp_path / str(workers)), reference[SAVED:])
 
 
-@pytest.mark.parametrize("name", by_default(("oss", "zero-3"), NAMES))
-def test_the_same_engine_goes_on_bitwise(name: str, same: Any, whole_runs: WholeRuns, reference: Any) -> None:
-    assert_close(whole_runs.curves[name], reference)
-    assert same[name, name] == whole_runs.curves[name][SAVED:]
+@pytest.mark.parametrize("source", by_default(("oss", "zero-3"), NAMES))
+def test_the_same_engine_goes_on_bitwise(source: str, whole_runs: WholeRuns, reference: Any, tmp_path: Path) -> None:
+    assert_close(whole_runs.curves[source], reference)
+    assert resumed(2, source, source, whole_runs, tmp_path) == whole_runs.curves[source][SAVED:]
 
 
-@pytest.mark.parametrize("name", by_default(("zero-3",), NAMES))
-def test_two_workers_one_and_two_again(name: str, whole_runs: WholeRuns, tmp_path: Path, reference: Any) -> None:
-    folder = tmp_path / f"{name}-{name}"
-    half_of(whole_runs.root / name, folder)
-    begun = run(str(folder), name, 1, "--resume", "--save-interval", "1", dies_after=SAVED + 2)
+@pytest.mark.parametrize("source", by_default(("zero-3",), NAMES))
+def test_two_workers_one_and_two_again(source: str, whole_runs: WholeRuns, tmp_path: Path, reference: Any) -> None:
+    folder = tmp_path / "run"
+    half_of(whole_runs.root / source, folder)
+    begun = run(str(folder), source, 1, "--resume", "--save-interval", "1", dies_after=SAVED + 2)
     assert_close(begun, reference[SAVED : SAVED + 2])
-    resumed = run_in_workers(2, _go_on, str(tmp_path), [(name, name)])[0]
     # The checkpoint of the step in which a run dies is never written.
-    assert_close(resumed[name, name], reference[SAVED + 1 :])
-
-
-@pytest.mark.exhaustive
-def test_two_workers_and_then_four(whole_runs: WholeRuns, tmp_path: Path, reference: Any) -> None:
-    for curve in resumed(4, SAME, whole_runs, tmp_path).values():
-        assert_close(curve, reference[SAVED:])
+    assert_close(run_in_workers(2, _go_on, str(folder), source)[0], reference[SAVED + 1 :])
 
 
 def test_the_reference_moves(reference: Any) -> None:
     assert len({loss for loss, _ in reference}) == STEPS
+
+
+def _hang_in_second_save(workers: Any, folder: str, engine: str) -> None:
+    """Write half of each worker's first file of the last checkpoint, report it, and wait to be killed."""
+    hang_in_writes(f"step-{STEPS}.tmp", Path(f"{folder}-in-save-{workers.rank}").touch)
+    run(folder, engine, 2)
+
+
+def _begin_and_kill(folder: str, engine: str, work: str) -> None:
+    context = start_workers(2, work, _hang_in_second_save, folder, engine)
+    marks = [Path(f"{folder}-in-save-{rank}") for rank in (0, 1)]
+    while not all(mark.exists() for mark in marks):
+        assert all(process.is_alive() for process in context.processes), "a worker ended before it was killed"
+        time.sleep(0.02)
+    for process in context.processes:
+        process.kill()
+    for process in context.processes:
+        process.join()
+
+
+def _resume_with_messages(workers: Any, folder: str, engine: str) -> tuple[Any, str]:
+    """Return the curve, and the messages of this worker."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        curve = run(folder, engine, 2, "--resume")
+    return curve, said.getvalue()
+
+
+@pytest.mark.durable
+@pytest.mark.parametrize("source", by_default(["zero-2"], ("fsdp", "sdp", "zero-2", "zero-3")))
+def test_killed_in_a_save_it_takes_the_earlier_checkpoint(source: str, tmp_path: Path, whole_runs: WholeRuns) -> None:
+    folder = tmp_path / source
+    _begin_and_kill(str(folder), source, str(tmp_path))
+    left = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert left == {"latest", f"step-{SAVED}", f"step-{STEPS}.tmp"}
+    curve, said = run_in_workers(2, _resume_with_messages, str(folder), source)[0]
+    assert f"resuming from {folder}/checkpoints/step-{SAVED}" in said
+    assert curve == whole_runs.curves[source][SAVED:]

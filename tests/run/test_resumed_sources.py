@@ -1,22 +1,36 @@
-"""A run that stops and resumes reads the rows of a complete run, from every source and with any loader processes."""
+"""A run that stops and resumes reads the rows of a complete run: from every source, with any loaders and workers."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
-from collections.abc import Iterator
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rapidformer_templates import Pretrainer, Trainer
 from rapidformer_templates.commands.main import main
+from rapidformer_templates.data.collate import WindowCollate
+from rapidformer_templates.data.indexed.blend import Blend
+from rapidformer_templates.data.loader import load, train_requests
+from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.data.pretraining.windows import GPTSamples
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.run.folder import read_metrics
+from tests.support.indexed_sets import numbered
 from tests.support.selection import by_default
 from tests.support.texts import WORDS, write_jsonl
-from tests.support.worker_pool import run_in_workers
+from tests.support.worker_pool import new_process, run_in_workers
 
 STEPS = (
     "--model-type gpt2 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --dropout 0 --device cpu --lr 1e-3"
@@ -66,6 +80,11 @@ def data(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
     return folder
 
 
+def flags_of(source: str, data: Path, tokenizer: Path) -> list[str]:
+    words = [*SOURCES[source].format(data).split(), *LAST_WORD.get(source, [])]
+    return [*STEPS.split(), *words, "--tokenizer-path", str(tokenizer)]
+
+
 def run(workers: Any, flags: list[str], folder: str, *more: str) -> None:
     template = Pretrainer if "pretraining" in flags else Trainer
     template([*flags, "--save", folder, *more]).fit()
@@ -94,8 +113,7 @@ def test_a_resumed_run_has_the_lines_of_the_whole_one(
 ) -> None:
     """Loader processes are forked, or spawned as on macOS, where they get everything by pickle."""
     count, _, method = loaders.partition(" ")
-    flags = [*STEPS.split(), *SOURCES[source].format(data).split(), *LAST_WORD.get(source, [])]
-    flags += ["--tokenizer-path", str(gpt_folder), "--dataloader-num-workers", count]
+    flags = [*flags_of(source, data, gpt_folder), "--dataloader-num-workers", count]
 
     def train(folder: Path, *more: str) -> None:
         if world == 1:
@@ -111,3 +129,144 @@ def test_a_resumed_run_has_the_lines_of_the_whole_one(
         train(stopped, "--resume", "--lr-decay-iters", "6")
     assert lines_of(stopped) == lines_of(whole)
     assert len({loss for _, loss, _ in lines_of(whole)}) == 6
+
+
+KILLED = {"streamed corpus": "--shuffle-buffer 9", "packed stream": "--shuffle-buffer 9", "mixture": "--data-name"}
+"""Sources of runs that are killed, and a flag that changes their order."""
+
+
+class Seen:
+    """Records the rows of each micro batch. Can kill its process after a step."""
+
+    def begin(self, folder: Path, rank: int, dies_after: int | None) -> None:
+        self.file, self.done, self.dies_after = folder / f"seen-{rank}.jsonl", 0, dies_after
+
+    def on_train_start(self: Any) -> None:
+        steps = sorted(int(path.name[5:]) for path in (self.run_folder / "checkpoints").glob("step-?*"))
+        self.done = steps[-1] if steps else 0
+
+    def compute_loss(self: Any, model: Any, batch: Any) -> Any:
+        if model.training:
+            with self.file.open("a") as file:
+                file.write(json.dumps({"step": self.done + 1, "rows": batch["input_ids"].tolist()}) + "\n")
+        return super().compute_loss(model, batch)  # type: ignore[misc]
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        self.done = step
+        if step == self.dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SeenPretrainer(Seen, Pretrainer):
+    pass
+
+
+class SeenTrainer(Seen, Trainer):
+    pass
+
+
+def run_seen(workers: Any, folder: Path, flags: Sequence[str], dies_after: int | None = None) -> None:
+    folder.mkdir(exist_ok=True)
+    job = (SeenPretrainer if "pretraining" in flags else SeenTrainer)([*flags, "--save", str(folder / "run")])
+    job.run_folder = folder / "run"  # type: ignore[attr-defined]
+    job.begin(folder, workers.rank if workers else 0, dies_after)
+    job.fit()
+
+
+def seen(folder: Path) -> dict[int, list[Any]]:
+    """Return the rows of each step of all workers. If a step was repeated after a death, return the rows of the last
+    time.
+    """
+    steps: dict[int, list[Any]] = {}
+    for file in sorted(folder.glob("seen-*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            steps.setdefault(line["step"], []).extend(line["rows"])
+    return {step: sorted(rows) for step, rows in sorted(steps.items())}
+
+
+@pytest.mark.distributed
+@pytest.mark.durable
+@pytest.mark.parametrize("source", by_default(["packed stream", "mixture"], KILLED))
+def test_killed_and_resumed_with_other_workers(source: str, data: Path, gpt_folder: Path, tmp_path: Path) -> None:
+    """Compare one process, one killed after step 5 and resumed by two, and one with two loader processes."""
+    steps = ["--train-iters", "10", "--global-batch-size", "8", "--save-interval", "3"]
+    flags = [*flags_of(source, data, gpt_folder), *steps]
+    whole, killed, ahead = tmp_path / "whole", tmp_path / "killed", tmp_path / "ahead"
+    run_seen(None, whole, flags)
+    process = new_process(run_seen, None, killed, flags, 5)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    before = seen(killed)
+    assert {step: before[step] for step in range(1, 6)} == {step: seen(whole)[step] for step in range(1, 6)}
+    (killed / "seen-0.jsonl").unlink()
+    run_in_workers(2, run_seen, killed, [*flags, "--resume"])
+    run_seen(None, ahead, [*flags, "--dataloader-num-workers", "2"])
+    assert {step: rows for step, rows in seen(whole).items() if step > 3} == seen(killed)
+    assert seen(ahead) == seen(whole)
+    assert all(len(rows) == 8 for rows in seen(whole).values())
+    losses = {folder: [loss for _, loss, _ in lines_of(folder / "run")] for folder in (whole, killed, ahead)}
+    assert losses[killed] == pytest.approx(losses[whole], rel=1e-5)
+    assert losses[ahead] == pytest.approx(losses[whole], rel=1e-5)
+    epochs = [line["epoch"] for line in read_metrics(whole / "run" / "metrics.jsonl") if "loss" in line]
+    assert epochs == sorted(epochs)
+    assert epochs[-1] >= 1
+    change = [*KILLED[source].split(), *(["0.6 a 0.4 b"] if source == "mixture" else [])]
+    with pytest.raises(CheckpointError, match=r"the order of the data would change: the (stream|corpus) was"):
+        run_seen(None, killed, [*flags, "--resume", "--train-iters", "12", *change])
+
+
+CORPORA = st.lists(
+    st.tuples(st.lists(st.integers(1, 60), min_size=3, max_size=20), st.integers(1, 9)), min_size=1, max_size=3
+)
+LAST = 7
+
+
+def _set(folder: Path, corpora: list[tuple[list[int], int]], length: int) -> Any:
+    sets = []
+    for i, (lengths, _) in enumerate(corpora):
+        lengths = [*lengths, length + 1]  # so that there is a sample
+        sets.append(GPTSamples(numbered(folder / str(i), lengths, 10_000 * i), (0, len(lengths)), length, 3))
+    return sets[0] if len(sets) == 1 else Blend(sets, [weight for _, weight in corpora])
+
+
+def _steps(samples: Any, global_batch: int, ranks: int, micro: int, start: int, *, by_epochs: bool) -> list[Any]:
+    """Return, for each step, the (samples, tokens) of all ranks, in the order of the micro batches of one process."""
+    order = SampleOrder(len(samples), global_batch, 3, by_epochs=by_epochs, in_order=True)
+    data = Data(samples, collate=WindowCollate())
+    accumulation = global_batch // (ranks * micro)
+    loaders = [
+        load(
+            samples, data,
+            train_requests(order, start, LAST, rank=rank, data_size=ranks, accumulation=accumulation),
+            workers=0, pin_memory=False,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    steps = []
+    for _ in range(start, LAST):
+        batches = [next(loader) for _ in range(accumulation) for loader in loaders]
+        here = [batch for batch in batches if not batch.idle]
+        tokens = [row for batch in here for row in batch.batch["input_ids"].tolist()]
+        steps.append(([sample for batch in here for sample in batch.samples], tokens))
+    return steps
+
+
+@pytest.mark.slow
+@given(CORPORA, st.integers(1, 30), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3), st.data())
+@settings(max_examples=60, deadline=None)
+def test_layouts_and_resumes_change_nothing(
+    corpora: list[tuple[list[int], int]], length: int, ranks: int, micro: int, accumulation: int, data: st.DataObject
+) -> None:
+    by_epochs = data.draw(st.booleans())
+    resume_at = data.draw(st.integers(0, LAST - 1))
+    global_batch = ranks * micro * accumulation
+    with tempfile.TemporaryDirectory() as folder:
+        samples = _set(Path(folder), corpora, length)
+        alone = _steps(samples, global_batch, 1, global_batch, 0, by_epochs=by_epochs)
+        assert _steps(samples, global_batch, ranks, micro, 0, by_epochs=by_epochs) == alone
+        assert _steps(samples, global_batch, ranks, micro, resume_at, by_epochs=by_epochs) == alone[resume_at:]
+        positions = [sample for step, _ in alone for sample in step]
+        assert positions == list(range(len(positions)))  # nothing is lost or doubled, even at the ends of epochs
+        for _, tokens in alone:
+            assert np.shape(tokens)[1] == length

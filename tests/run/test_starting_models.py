@@ -54,20 +54,19 @@ class Start(NamedTuple):
     base: str | None = None
 
 
-ADAPTERS, PREFERENCES = "--task causal_lm --lora-rank 2", "--task preference --lora-rank 2"
+CAUSAL, ADAPTERS = "--task causal_lm", "--task causal_lm --lora-rank 2"
+PREFERENCES = "--task preference --lora-rank 2"
 STARTS: Mapping[str, Start] = {
     "adapters": Start("sft/export", ADAPTERS, "rapidformer export {root}/sft --merge"),
     "preferences of adapters": Start("sft/export", PREFERENCES, "rapidformer export {root}/sft --merge"),
-    "4 bits": Start("bits", "--task causal_lm", "bits are quantized (bitsandbytes)"),
+    "4 bits": Start("bits", CAUSAL, "bits are quantized (bitsandbytes)"),
     "adapters of 4 bits": Start("bits", ADAPTERS, "bits are quantized (bitsandbytes)"),
-    "no head": Start(
-        "headless", "--task causal_lm", "1 weights are missing in {root}/headless, such as lm_head.weight"
-    ),
+    "no head": Start("headless", CAUSAL, "1 weights are missing in {root}/headless, such as lm_head.weight"),
     "adapters without a head": Start("headless", ADAPTERS, "1 weights are missing in {root}/headless"),
-    "body": Start("body", "--task causal_lm", "{root}/body has no head for words: lm_head.weight is missing"),
+    "body": Start("body", CAUSAL, "{root}/body has no head for words: lm_head.weight is missing"),
     "merged": Start("merged", ADAPTERS, base="merged"),
     "preferences of merged": Start("merged", PREFERENCES, base="merged"),
-    "fp8": Start("fp8", "--task causal_lm"),
+    "fp8": Start("fp8", CAUSAL),
     "adapters of fp8": Start("fp8", ADAPTERS, base="dequantized"),
 }
 FLAGS, WORLDS = runs_of_layouts()
@@ -79,8 +78,6 @@ CASES = [
 ]
 SHORT = [
     ("adapters", "replicas"),
-    ("preferences of adapters", "zero-3"),
-    ("4 bits", "fsdp"),
     ("adapters of 4 bits", "tensor 2, pipeline 2"),
     ("no head", "fsdp"),
     ("body", "pipeline-parallel"),
@@ -103,10 +100,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
     vocabulary = len(AutoTokenizer.from_pretrained(gpt_folder))
     model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, initializer_range=0.2, **sizes))
     model.save_pretrained(folder / "base")
-    config, weights = (
-        json.loads((folder / "base/config.json").read_text()),
-        load_file(folder / "base/model.safetensors"),
-    )
+    config = json.loads((folder / "base/config.json").read_text())
+    weights = load_file(folder / "base/model.safetensors")
     AutoTokenizer.from_pretrained(gpt_folder).save_pretrained(folder / "base")
     _write(folder / "bits", config | {"quantization_config": BITSANDBYTES}, weights, gpt_folder)
     headless = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
@@ -125,15 +120,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
     _write(folder / "fp8", config | {"quantization_config": FP8}, codes, gpt_folder)
     _write(folder / "dequantized", config, weights, gpt_folder)
 
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": words(3, i)},
-                {"role": "assistant", "content": words(2 + i % 5, 40 + i)},
-            ]
-        }
-        for i in range(12)
-    ]
+    talks = [(("user", words(3, i)), ("assistant", words(2 + i % 5, 40 + i))) for i in range(12)]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
     for task, rows in (("causal_lm", chats), ("preference", pairs(12))):
         (folder / task).mkdir()
         write_jsonl(folder / task / "train.jsonl", rows)
@@ -182,10 +170,8 @@ def _loss(job: Trainer, model: Any) -> float:
         return float(model(**inputs, labels=batch["labels"]).loss)
 
     def logps() -> torch.Tensor:
-        each = -functional.cross_entropy(
-            model(**inputs).logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none"
-        )
-        return each.sum(1)
+        logits = model(**inputs).logits[:, :-1].transpose(1, 2)
+        return -functional.cross_entropy(logits, batch["labels"][:, 1:], reduction="none").sum(1)
 
     trained = logps()
     with model.disable_adapter():

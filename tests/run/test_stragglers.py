@@ -26,35 +26,28 @@ def _times(forward: float, data: float = 1.0, waiting: float = 0.0) -> PhaseTime
     return PhaseTimes(forward + data, phases, waiting)
 
 
-def _ranks(times: list[PhaseTimes], stages: list[int] | None = None, factor: float = 1.5) -> list[int]:
-    return [one.rank for one in find_stragglers(times, stages or [0] * len(times), factor)]
-
-
 def test_the_slow_worker_and_its_phase_are_found() -> None:
     (one,) = find_stragglers([_times(9), _times(10), _times(11, data=10), _times(8)], [0] * 4, 1.5)
     assert one == (2, 21, 10, watch.DATA, 10, 1)
     assert one.slowdown == 2.1
 
 
-@pytest.mark.parametrize(("slow", "found"), [(13.9, []), (14.0, [1])])
-def test_the_factor_compares_with_the_median_of_the_peers(slow: float, found: list[int]) -> None:
-    assert _ranks([_times(9), _times(slow)]) == found  # 1.5 × (9 + 1) = 14 + 1
-    assert _ranks([_times(9), _times(slow), _times(9), _times(90)]) == [*found, 3]
-
-
-def test_equal_workers_are_not_reported() -> None:
-    assert _ranks([_times(10), _times(12), _times(9), _times(11)]) == []
-
-
-def test_a_worker_is_not_reported_if_the_others_hardly_lose_time() -> None:
-    assert _ranks([_times(1, waiting=100), _times(9, waiting=92)]) == []
-    assert _ranks([_times(1, waiting=100), _times(19, waiting=82)]) == [1]
-
-
-def test_only_workers_of_the_same_stage_are_compared() -> None:
-    assert _ranks([_times(10), _times(30), _times(10), _times(30)], [0, 1, 0, 1]) == []
-    assert _ranks([_times(10), _times(30), _times(20), _times(30)], [0, 1, 0, 1]) == [2]
-    assert _ranks([_times(10), _times(30)], [0, 1]) == []
+@pytest.mark.parametrize(
+    ("times", "stages", "found"),
+    [
+        ([_times(9), _times(13.9)], [0, 0], []),  # 1.5 × (9 + 1) = 14 + 1
+        ([_times(9), _times(14.0)], [0, 0], [1]),
+        ([_times(9), _times(14.0), _times(9), _times(90)], [0] * 4, [1, 3]),
+        ([_times(10), _times(12), _times(9), _times(11)], [0] * 4, []),
+        ([_times(1, waiting=100), _times(9, waiting=92)], [0, 0], []),  # the others hardly lose time
+        ([_times(1, waiting=100), _times(19, waiting=82)], [0, 0], [1]),
+        ([_times(10), _times(30), _times(10), _times(30)], [0, 1, 0, 1], []),  # peers are of the same stage
+        ([_times(10), _times(30), _times(20), _times(30)], [0, 1, 0, 1], [2]),
+        ([_times(10), _times(30)], [0, 1], []),
+    ],
+)
+def test_peers_are_compared_by_their_median(times: list[PhaseTimes], stages: list[int], found: list[int]) -> None:
+    assert [one.rank for one in find_stragglers(times, stages, 1.5)] == found
 
 
 class Time:
@@ -168,16 +161,17 @@ def test_a_slow_worker_is_reported(layout: str, phase: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", by_default(["ddp"], LAYOUTS))
-def test_equal_workers_are_silent(layout: str) -> None:
-    count, flags = LAYOUTS[layout]
-    for found, messages, _ in run_in_workers(count, _train, -1, "", f"{FLAGS} {flags}"):
+@pytest.mark.parametrize(
+    ("layout", "rank", "flags"),
+    by_default(
+        [("ddp", 1, "--straggler-factor 0")],
+        [("ddp", 1, "--straggler-factor 0"), *((layout, -1, "") for layout in LAYOUTS)],
+    ),
+)
+def test_equal_workers_and_a_factor_of_0_are_silent(layout: str, rank: int, flags: str) -> None:
+    count, layout_flags = LAYOUTS[layout]
+    for found, messages, _ in run_in_workers(count, _train, rank, FORWARD, f"{FLAGS} {layout_flags} {flags}"):
         assert (found, messages) == ([], [])
-
-
-def test_factor_0_compares_nothing() -> None:
-    (found, messages, _), _ = run_in_workers(2, _train, 1, FORWARD, f"{FLAGS} --straggler-factor 0")
-    assert (found, messages) == ([], [])
 
 
 def _phases_with_waits(workers: Any, flags: str) -> tuple[set[str], list[str]]:

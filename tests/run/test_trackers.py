@@ -8,13 +8,14 @@ import signal
 import sqlite3
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from rapidformer_templates.run import log as log_module
 from rapidformer_templates.run.folder import is_test_line, read_metrics
@@ -98,37 +99,29 @@ Results = tuple[dict[str, Any], dict[str, str]]
 """Numbers and texts at the end of a run."""
 
 
+def apart(values: Mapping[str, Any]) -> Results:
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    return {name: value for name, value in values.items() if name not in texts}, texts
+
+
 def results_of_tensorboard(run: Path) -> Results:
     events = events_of_tensorboard(run / "trackers" / "tensorboard" / "run")
-    texts = {
-        tag.removesuffix("/text_summary"): [
-            bytes(event.tensor_proto.string_val[0]).decode() for event in events.Tensors(tag)
-        ]
-        for tag in events.Tags()["tensors"]
-    }
-    assert [name for name, each in texts.items() if len(each) > 1] == []
-    return {name: value for name, step, value in of_tensorboard(run) if step == STEPS}, {
-        n: t[0] for n, t in texts.items()
-    }
-
-
-def results_of_mlflow(run: Path) -> Results:
-    _, one = run_of_mlflow(run)
-    return one.data.metrics, one.data.tags
+    texts = {}
+    for tag in events.Tags()["tensors"]:
+        (event,) = events.Tensors(tag)
+        texts[tag.removesuffix("/text_summary")] = bytes(event.tensor_proto.string_val[0]).decode()
+    return {name: value for name, step, value in of_tensorboard(run) if step == STEPS}, texts
 
 
 def results_of_wandb(run: Path) -> Results:
     values: dict[str, Any] = {}
     for record in records_of_wandb(run):
         values |= values_of_wandb(record.summary.update)
-    texts = {name: value for name, value in values.items() if isinstance(value, str)}
-    return {name: value for name, value in values.items() if name not in texts}, texts
+    return apart(values)
 
 
 def results_of_trackio(run: Path) -> Results:
-    values = {name: value for step, row in rows_of_trackio(run) if step == STEPS for name, value in row.items()}
-    texts = {name: value for name, value in values.items() if isinstance(value, str)}
-    return {name: value for name, value in values.items() if name not in texts}, texts
+    return apart({name: value for step, row in rows_of_trackio(run) if step == STEPS for name, value in row.items()})
 
 
 def parameters_of_tensorboard(run: Path) -> dict[str, Any]:
@@ -148,7 +141,11 @@ def parameters_of_wandb(run: Path) -> dict[str, Any]:
 
 
 READERS = {"tensorboard": of_tensorboard, "mlflow": of_mlflow, "wandb": of_wandb}
-RESULTS = {"tensorboard": results_of_tensorboard, "mlflow": results_of_mlflow, "wandb": results_of_wandb}
+RESULTS: dict[str, Callable[[Path], Results]] = {
+    "tensorboard": results_of_tensorboard,
+    "mlflow": lambda run: (run_of_mlflow(run)[1].data.metrics, run_of_mlflow(run)[1].data.tags),
+    "wandb": results_of_wandb,
+}
 PARAMETERS = {
     "tensorboard": parameters_of_tensorboard,
     "mlflow": lambda run: run_of_mlflow(run)[1].data.params,
@@ -188,23 +185,11 @@ def metric_rows(run: Path) -> Iterator[tuple[str, int, float]]:
         yield from ((NAMES[name], line["step"], float(value)) for name, value in numbers.items() if name != "step")
 
 
-NAMES = {
-    "epoch": "train/epoch",
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "samples": "train/samples",
-    "tokens": "train/tokens",
-    "samples_per_second": "train/samples_per_second",
-    "tokens_per_second": "train/tokens_per_second",
-    "step_ms": "train/step_ms",
-    "peak_memory_mb": "train/peak_memory_mb",
-    "skipped": "train/skipped",
-    "near/loss": "eval/near/loss",
-    "far/loss": "eval/far/loss",
-    "near/samples@1": "eval/near/samples@1",
-    "far/samples@1": "eval/far/samples@1",
-}
+OF_TRAINING = (
+    "epoch loss grad_norm lr samples tokens samples_per_second tokens_per_second step_ms peak_memory_mb skipped"
+)
+NAMES = {name: f"train/{name}" for name in OF_TRAINING.split()}
+NAMES |= {name: f"eval/{name}" for name in ("near/loss", "far/loss", "near/samples@1", "far/samples@1")}
 """The name in the trackers of each name in metrics.jsonl."""
 
 CLOCKS = ("train/samples_per_second", "train/tokens_per_second", "train/step_ms", "train/peak_memory_mb")
@@ -273,8 +258,6 @@ def test_only_one_of_several_workers_tells(tmp_path: Path) -> None:
 
 
 def tracked_by_two(workers: Any, folder: str) -> None:
-    import torch
-
     threads = torch.get_num_threads()
     train(folder, ["--report-to", "tensorboard", "--train-iters", "4"], QUIET)
     assert torch.get_num_threads() == threads
@@ -311,9 +294,7 @@ def test_a_tracker_that_fails_ends_no_run_and_catches_up_later(
 
 
 @needs_tensorboard
-def test_a_step_is_told_before_the_next_one_and_with_its_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_told_before_the_next_with_its_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, bool]] = []
 
     class Notes(TensorBoard):
@@ -331,12 +312,10 @@ def test_a_step_is_told_before_the_next_one_and_with_its_evaluation(
 
 
 @needs_tensorboard
-def test_a_tracker_that_does_not_open_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_network(self: Any) -> Any:
-        raise ConnectionError("no route to host\nand many lines more")
-
-    monkeypatch.setattr(TensorBoard, "_open", no_network)
+def test_a_tracker_that_does_not_open_ends_no_run(tmp_path: Path) -> None:
     flags = ["--lr", "0.1", "--train-iters", "2", "--report-to", "tensorboard", "--save", str(tmp_path)]
-    summary = Tracked(flags).fit()
+    no_network = ConnectionError("no route to host\nand many lines more")
+    with mock.patch.object(TensorBoard, "_open", side_effect=no_network):
+        summary = Tracked(flags).fit()
     assert summary["trackers"]["tensorboard"]["failed"] == "no route to host (at step 0)"
     assert math.isfinite(summary["metrics"]["near/loss"])

@@ -6,7 +6,6 @@ The parity tests train without files (:mod:`tests.support.parity`). These tests 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tests.support.combinations import Combination, smallest
 from tests.support.engine_layouts import NAMES
 from tests.support.jobs import DeepJob
 from tests.support.parity import Trained
-from tests.support.selection import by_default, selected
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
@@ -38,43 +37,16 @@ LONGER = {
     *("expert-parallel", "oss", "zero-1", "zero-2"),
 }
 """For ``make test-longer``. Another run has the same parts of tensors, or other parts of the same engine."""
-EXPERTS = {name for name, switches in NAMES.items() if "expert-parallel" in switches}
 
 Tensors = dict[str, torch.Tensor]
 
 
-def _write(workers: Any, folder: str, runs: Mapping[str, tuple[str, ...]]) -> dict[str, Trained]:
-    """Train several runs, each in a separate folder."""
-    return {name: parity.trained(_job(f"{folder}/{name}", flags)) for name, flags in runs.items()}
-
-
-def _job(folder: str, flags: tuple[str, ...]) -> DeepJob:
-    return DeepJob([*FLAGS.split(), *flags, "--save", folder, "--export-model"])
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("written")
-
-
-@pytest.fixture(scope="module")
-def ended(request: pytest.FixtureRequest, root: Path) -> dict[str, Trained]:
-    """Return the results of the runs by their engines. One job trains those with two workers, one those with four."""
-    runs = {name: found for name in selected(request, "name") if (found := RUNS.get(name))}
-    results = _write(None, str(root), {ALONE: ("--micro-batch-size", "4")})
-    for world in sorted({found.world for found in runs.values()}):
-        flags = {name: found.flags for name, found in runs.items() if found.world == world}
-        results |= run_in_workers(world, _write, str(root), flags)[0]
-    return results
-
-
-@pytest.fixture(params=by_default([ALONE, *(run for run in RUNS if run not in LONGER)], [ALONE, *RUNS]))
-def name(request: pytest.FixtureRequest) -> str:
-    run: str = request.param
-    if run != ALONE and RUNS[run] is None:
-        needed = {REGISTRY[switch].needs_package or "" for switch in NAMES[run]} - {""}
-        pytest.skip(f"needs {', '.join(sorted(needed))}")
-    return run
+def assert_equal(found: Tensors, wanted: Tensors) -> None:
+    """Assert that names, shapes and bits are equal."""
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert found[name].shape == weight.shape, name
+        assert torch.equal(found[name].double(), weight), name
 
 
 def read_checkpoint(folder: Path) -> Tensors:
@@ -99,47 +71,35 @@ def read_checkpoint(folder: Path) -> Tensors:
     return weights
 
 
-def assert_equal(found: Tensors, wanted: Tensors) -> None:
-    """Assert that names, shapes and bits are equal."""
-    assert found.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        assert found[name].shape == weight.shape, name
-        assert torch.equal(found[name].double(), weight), name
+def _write(workers: Any, folder: str, flags: tuple[str, ...]) -> Trained:
+    return parity.trained(DeepJob([*FLAGS.split(), *flags, "--save", folder, "--export-model"]))
 
 
-def test_the_checkpoint_has_the_weights_of_the_engine(name: str, ended: dict[str, Trained], root: Path) -> None:
-    assert_equal(read_checkpoint(root / name / f"checkpoints/step-{STEPS}"), ended[name]["weights"])
-
-
-def test_the_export_has_the_weights_of_the_engine(name: str, ended: dict[str, Trained], root: Path) -> None:
+@pytest.mark.parametrize("name", by_default([ALONE, *(run for run in RUNS if run not in LONGER)], [ALONE, *RUNS]))
+def test_the_files_have_the_numbers_of_the_run(name: str, tmp_path: Path) -> None:
     """Read the export with safetensors and with transformers, which supports all of these models but mixtures."""
-    weights, export = ended[name]["weights"], root / name / "export"
-    assert_equal(load_file(export / "model.safetensors"), weights)
-    if name not in EXPERTS:
-        read = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).state_dict()
-        tied = read.pop("lm_head.weight")
-        assert torch.equal(tied, read["transformer.wte.weight"])
-        assert_equal(read, weights)
-
-
-def test_the_metrics_are_those_of_the_run(name: str, ended: dict[str, Trained], root: Path) -> None:
-    lines = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
-    assert lines == ended[name]["lines"]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
-    assert [line["eval_loss"] for line in lines if "eval_loss" in line] == ended[name]["evaluations"]
-    assert [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line] == ended[name]["curve"]
-
-
-def test_the_summary_is_that_of_the_run(name: str, ended: dict[str, Trained], root: Path) -> None:
-    assert json.loads((root / name / "summary.json").read_text()) == json.loads(json.dumps(ended[name]["summary"]))
+    found, folder = RUNS.get(name), tmp_path / "run"
+    if name == ALONE:
+        run = _write(None, str(folder), ("--micro-batch-size", "4"))
+    elif found is None:
+        needed = {REGISTRY[switch].needs_package or "" for switch in NAMES[name]} - {""}
+        pytest.skip(f"needs {', '.join(sorted(needed))}")
+    else:
+        run = run_in_workers(found.world, _write, str(folder), found.flags)[0]
+    assert_equal(read_checkpoint(folder / f"checkpoints/step-{STEPS}"), run["weights"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines == run["lines"]
+    assert [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line] == run["curve"]
+    assert len(run["curve"]) == len(run["evaluations"]) == STEPS
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(run["summary"]))
+    assert_equal(load_file(folder / "export" / "model.safetensors"), run["weights"])
+    if "expert-parallel" not in NAMES.get(name, ()):
+        read = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32).state_dict()
+        assert torch.equal(read.pop("lm_head.weight"), read["transformer.wte.weight"])  # they are tied
+        assert_equal(read, run["weights"])
 
 
 def test_every_engine_is_here() -> None:
-    plans = [found.plan for found in RUNS.values() if isinstance(found, Combination)]
-    engines = {switch.engine for switch in REGISTRY.switches if switch.engine}
-    missing = {switch.engine for name, found in RUNS.items() if found is None for switch in _of(name)}
-    assert {plan.engine for plan in plans} | missing == engines | {DDP_ENGINE}
-
-
-def _of(name: str) -> list[Any]:
-    return [REGISTRY[switch] for switch in NAMES[name]]
+    plans = {found.plan.engine for found in RUNS.values() if isinstance(found, Combination)}
+    missing = {REGISTRY[switch].engine for name, found in RUNS.items() if found is None for switch in NAMES[name]}
+    assert plans | missing == {switch.engine for switch in REGISTRY.switches if switch.engine} | {DDP_ENGINE}

@@ -1,8 +1,9 @@
-"""Rehearse ``kill -9`` before each call that changes a folder, in this process."""
+"""Rehearse ``kill -9``: before each call that changes a folder, or in the middle of a write of another process."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -58,3 +59,18 @@ def each_crash(prepare: Callable[[int], Path], body: Callable[[Path], None]) -> 
             assert last > 3, "the body changes nothing: there is nothing to see"
             return
         last += 1
+
+
+def hang_in_writes(part: str, begun: Callable[[], None]) -> None:
+    """Write half of what the first write to a path with this part has, call ``begun``, and wait to be killed."""
+    pwrite = os.pwrite
+
+    def hang(descriptor: int, data: memoryview, place: int) -> int:
+        if part not in os.readlink(f"/proc/self/fd/{descriptor}"):
+            return pwrite(descriptor, data, place)
+        pwrite(descriptor, data[: len(data) // 2], place)
+        begun()
+        time.sleep(600)
+        raise AssertionError("nobody killed this process")
+
+    os.pwrite = hang

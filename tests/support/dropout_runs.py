@@ -12,14 +12,11 @@ from transformers import BertForSequenceClassification
 
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import ClassJob, _bert
+from tests.support.lines import Died
 
 FLAGS = "--lr 1e-3 --train-iters 12 --micro-batch-size 2 --global-batch-size 4 --log-interval 1 --save-interval 3"
 
 TIMES = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
-
-
-class Died(Exception):
-    """Simulates the death of the process."""
 
 
 class DropoutJob(ClassJob):

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.support.jobs import CausalJob
+from tests.support.lines import Died
 
 STEPS, SAVED = 6, 3
 
@@ -30,10 +31,6 @@ ENGINES = {
     "zero-2-offload": "--zero-2-memory-optimization --cpu-offload",
     "zero-3-offload": "--zero-3-memory-optimization --cpu-offload",
 }
-
-
-class Died(Exception):
-    """Simulates the death of a run."""
 
 
 def run(folder: str, engine: str, workers: int, *flags: str, dies_after: int | None = None) -> Any:

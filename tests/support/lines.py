@@ -30,3 +30,26 @@ class Line(Trainer):
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
         return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+class Died(Exception):
+    """Stands for the death of the process."""
+
+
+class Mortal(Line):
+    """Dies after a step."""
+
+    dies_after: int | None = None
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if step == self.dies_after:
+            raise Died
+
+
+class Worsening(Mortal):
+    """On its way to the line, the fit passes through the validation sample. So the best step is early."""
+
+    def build_data(self) -> Data:
+        data = super().build_data()
+        data.valid = [{"x": np.float32([1.0]), "y": np.float32([0.6])}]
+        return data

@@ -10,18 +10,14 @@ import errno
 import io
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
-from rapidformer_templates import Data
-from rapidformer_templates.engines.shards import whole_shard
 from rapidformer_templates.errors import CheckpointError, StorageFailed
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
@@ -30,7 +26,9 @@ from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system import files
 from rapidformer_templates.system.workers import Workers
 from tests.support.engine_runs import run
-from tests.support.lines import FLAGS, Line
+from tests.support.lines import FLAGS, Line, Worsening
+from tests.support.messages import Says
+from tests.support.shelf import Shelf
 from tests.support.worker_pool import alone, run_in_workers
 
 pytestmark = pytest.mark.durable
@@ -86,14 +84,6 @@ def train(folder: Path, *flags: str) -> Line:
     return job
 
 
-class _Weights:
-    def shards(self, kind: str) -> Any:
-        return iter([whole_shard("w", torch.arange(6.0))] if kind == "weights" else [])
-
-    def state(self) -> dict[str, Any]:
-        return {"optimizer": "None"}
-
-
 TRANSIENT = ("EIO", "ESTALE", "ETIMEDOUT", "EROFS", "ENOSPC", "EAGAIN", "EDQUOT", "ENOENT")
 
 
@@ -101,7 +91,7 @@ TRANSIENT = ("EIO", "ESTALE", "ETIMEDOUT", "EROFS", "ENOSPC", "EAGAIN", "EDQUOT"
 def test_a_save_is_tried_again_with_a_message(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failures = iter([getattr(errno, name)] * 2)
     with faults(lambda call: next(failures, None) if call.startswith("pwrite") else None):
-        path = checkpoint.save(tmp_path, 1, _Weights(), {}, alone())
+        path = checkpoint.save(tmp_path, 1, Shelf(), {}, alone())
     assert checkpoint_check.problem_of(path) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
     lines = [line for line in capsys.readouterr().err.splitlines() if "could not be written yet" in line]
@@ -110,13 +100,9 @@ def test_a_save_is_tried_again_with_a_message(name: str, tmp_path: Path, capsys:
 
 def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:
     calls: list[str] = []
-
-    def denied(call: str) -> int | None:
-        calls.append(call)
-        return errno.EACCES if call.startswith("pwrite") else None
-
+    denied = lambda call: calls.append(call) or (errno.EACCES if call.startswith("pwrite") else None)  # noqa: E731
     with faults(denied), pytest.raises(CheckpointError, match="not allowed to write") as caught:
-        checkpoint.save(tmp_path, 1, _Weights(), {}, alone())
+        checkpoint.save(tmp_path, 1, Shelf(), {}, alone())
     assert not isinstance(caught.value, StorageFailed)
     assert len([call for call in calls if call.startswith("pwrite")]) == 1
 
@@ -130,10 +116,10 @@ def test_any_call_may_fail_once(background: bool, tmp_path: Path) -> None:
         with faults(fault), contextlib.closing(AsyncSaver(root, alone(), keep=1)) as saver:
             for step in (1, 2):
                 if background:
-                    saver.start(step, _Weights(), {}, None)
+                    saver.start(step, Shelf(), {}, None)
                     saver.wait()
                 else:
-                    path = checkpoint.save(root, step, _Weights(), {}, alone())
+                    path = checkpoint.save(root, step, Shelf(), {}, alone())
                     checkpoint_check.delete_older(path, 1, None, alone())
 
     counted = Storage(0, 0, -1)
@@ -148,9 +134,7 @@ def test_any_call_may_fail_once(background: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
-def test_training_continues_without_a_checkpoint(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_continues_without_saves(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The storage is gone from step 3 to step 7. Step 4 is tried several times, step 6 once, and step 8 is saved."""
     whole = train(tmp_path / "whole", *flags)
     gone = {"now": False}
@@ -174,16 +158,14 @@ def test_training_continues_without_a_checkpoint(
 
 
 @pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
-def test_the_end_of_a_run_names_the_last_good_checkpoint(flags: list[str], tmp_path: Path) -> None:
+def test_the_end_of_a_run_names_the_last_good_checkpoint(flags: list[str], tmp_path: Path, says: Says) -> None:
     folder = tmp_path / "run"
 
     def lost(call: str) -> int | None:
         return errno.EIO if re.search(r"(pwrite|fsync|rename) .*step-(6|8|10)\b", call) else None
 
-    with faults(lost), pytest.raises(StorageFailed, match="step 10 could not be written: the disk reports") as caught:
+    with faults(lost), says(StorageFailed):
         train(folder, "--keep-checkpoints", "1", *flags)
-    assert "(tried for 0.07 s)" in caught.value.message
-    assert "continue with --resume from step-4" in str(caught.value.hint)
     assert checkpoint_check.problem_of(folder / "checkpoints" / "step-4") is None
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-4"]
 
@@ -204,13 +186,10 @@ def test_older_checkpoints_stay_if_the_new_one_cannot_be_read_back(tmp_path: Pat
     assert [line.partition(":")[0] for line in passed_over] == ["step-10", "step-8", "step-6", "step-4"]
 
 
-def test_a_folder_that_cannot_be_read_is_not_a_run_without_checkpoints(tmp_path: Path) -> None:
-    train(tmp_path / "run")
-    with (
-        faults(lambda call: errno.EIO if call.startswith(("listdir", "scandir")) and "checkpoints" in call else None),
-        pytest.raises(CheckpointError, match="checkpoints cannot be read: the disk reports an error"),
-    ):
-        checkpoint.candidates(tmp_path / "run" / "checkpoints")
+def test_a_folder_that_cannot_be_read_is_not_a_run_without_checkpoints(tmp_path: Path, says: Says) -> None:
+    checkpoint.save(tmp_path / "checkpoints", 1, Shelf(), {}, alone())
+    with faults(lambda call: errno.EIO if "listdir" in call or "scandir" in call else None), says(CheckpointError):
+        checkpoint.candidates(tmp_path / "checkpoints")
 
 
 def _two_workers(workers: Workers, root: str) -> tuple[list[Any], str]:
@@ -239,52 +218,21 @@ def test_workers_try_again_together(tmp_path: Path) -> None:
             assert checkpoint_check.problem_of(tmp_path / kind / "checkpoints" / f"step-{step}") is None
 
 
-@pytest.mark.longer
-def test_a_file_system_that_is_gone_for_half_a_minute_ends_no_run(tmp_path: Path) -> None:
-    """With the pauses of the product. Only one checkpoint is late."""
-    back = [float("inf")]
-
-    class Passing(Line):
-        def on_step_end(self, step: int, result: Any) -> None:
-            if step == 3:
-                back[0] = time.monotonic() + 30
-
-    pauses = mock.patch.object(files, "RETRY_SECONDS", (1, 2, 4, 8, 16, 16))
-    job = Passing(
-        [*FLAGS, "--epochs", "2", "--save", str(tmp_path / "run"), "--save-interval", "2", "--keep-checkpoints", "5"]
-    )
-
-    def gone(call: str) -> int | None:
-        return errno.EIO if "/run" in call and back[0] - 30 <= time.monotonic() < back[0] else None
-
-    with faults(gone), pauses:
-        job.fit()
-    saved = [path.name for path in checkpoint.candidates(tmp_path / "run" / "checkpoints")]
-    assert saved[:4] == ["step-10", "step-8", "step-6", "step-4"]
-
-
 @pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
 def test_a_best_step_that_could_not_be_saved_is_not_the_best(flags: list[str], tmp_path: Path) -> None:
     """The lowest of the other losses counts, and its checkpoint is still there at the end."""
-
-    class Worsening(Line):
-        def build_data(self) -> Data:
-            data = super().build_data()
-            data.valid = [{"x": np.float32([1.0]), "y": np.float32([0.6])}]
-            return data
 
     def losses(folder: Path) -> dict[int, float]:
         lines = read_metrics(folder / "metrics.jsonl")
         return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
 
-    given = [*FLAGS, "--train-iters", "30", "--eval-interval", "3", "--save-interval", "30", "--keep-checkpoints", "1"]
-    Worsening([*given, "--keep-best", "--save", str(tmp_path / "whole")]).fit()
+    given = f"{' '.join(FLAGS)} --train-iters 30 --eval-interval 3 --save-interval 30 --keep-checkpoints 1 --keep-best"
+    Worsening([*given.split(), "--save", str(tmp_path / "whole")]).fit()
     by_step = losses(tmp_path / "whole")
-    best = min(by_step, key=lambda step: by_step[step])
+    best, expected, *_ = sorted(by_step, key=lambda step: by_step[step])
     assert best < 30
     with faults(lambda call: errno.EROFS if re.search(rf"pwrite .*step-{best}\b", call) else None):
-        summary = Worsening([*given, "--keep-best", "--save", str(tmp_path / "run"), *flags]).fit()
+        summary = Worsening([*given.split(), "--save", str(tmp_path / "run"), *flags]).fit()
     assert losses(tmp_path / "run") == by_step
-    expected = min(by_step.keys() - {best}, key=lambda step: by_step[step])
     assert summary["best"]["step"] == expected
     assert checkpoint_check.problem_of(tmp_path / "run" / "checkpoints" / f"step-{expected}") is None

@@ -6,14 +6,14 @@ import errno
 import itertools
 import json
 import os
-import re
 import shutil
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,31 +25,19 @@ from safetensors.torch import save_file
 from rapidformer_templates.engines.boxes import Index
 from rapidformer_templates.engines.shards import Shard, whole_shard
 from rapidformer_templates.errors import CheckpointError
-from rapidformer_templates.models.blocks import canonical_name, find_blocks
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.system import files
-from rapidformer_templates.system.workers import Workers
 from tests.support.crash_points import each_crash
+from tests.support.messages import Says
 from tests.support.selection import by_default
+from tests.support.shelf import Shelf
 from tests.support.worker_pool import alone
 
 pytestmark = pytest.mark.durable
-
-
-class Shelf:
-    """A stand-in for an engine that holds some boxes."""
-
-    def __init__(self, boxes: list[Shard]) -> None:
-        self.boxes = boxes
-
-    def shards(self, kind: str) -> Iterator[Shard]:
-        return iter(self.boxes if kind == "weights" else [])
-
-    def state(self) -> dict[str, Any]:
-        return {"optimizer": "None"}
 
 
 def cut(tensor: torch.Tensor, cuts: list[int]) -> list[Shard]:
@@ -68,7 +56,7 @@ def cut(tensor: torch.Tensor, cuts: list[int]) -> list[Shard]:
     box=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_box_can_be_read_from_any_shards(
+def test_any_box_of_any_shards(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], cuts: list[int], box: st.DataObject
 ) -> None:
     """Each shard is written as if by a separate rank."""
@@ -88,18 +76,9 @@ def test_any_box_can_be_read_from_any_shards(
     assert torch.equal(reader.read("weights", "w", offset, size), expected)
 
 
-def saved(folder: Path, step: int = 3) -> Path:
-    return checkpoint.save(folder, step, Shelf([whole_shard("w", torch.arange(6.0))]), {"samples": 4}, alone())
-
-
-def test_what_is_written_is_whole_and_named(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    assert checkpoint_check.problem_of(path) is None
-    assert (tmp_path / "latest").read_text() == "step-3\n"
-    assert not list(tmp_path.glob("*.tmp"))
-    reader = checkpoint.Reader(path)
-    assert reader.state["samples"] == 4
-    assert torch.equal(reader.read("weights", "w", (2,), (3,)), torch.tensor([2.0, 3.0, 4.0]))
+def saved(folder: Path, step: int = 3, weights: torch.Tensor | None = None) -> Path:
+    boxes = None if weights is None else [whole_shard("w", weights)]
+    return checkpoint.save(folder, step, Shelf(boxes), {"samples": 4}, alone())
 
 
 @pytest.mark.parametrize("limit", [1, 100, 10**9])
@@ -138,9 +117,7 @@ def test_a_part_goes_from_memory_before_the_next_is_brought(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_an_engine_brings_all_its_shards_although_the_disk_is_full(
-    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_still_takes_all_shards(background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may gather them from other ranks, which wait for this one."""
     brought: list[str] = []
 
@@ -150,10 +127,8 @@ def test_an_engine_brings_all_its_shards_although_the_disk_is_full(
                 yield piece
                 brought.append(kind)
 
-    def full(*unused: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(checkpoint, "PART_BYTES", 1)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(tensor_file, "copy_to_memory" if background else "write", full)
     saver = AsyncSaver(tmp_path, alone(), keep=1)
     shelf = Gathering([])
@@ -164,85 +139,23 @@ def test_an_engine_brings_all_its_shards_although_the_disk_is_full(
     saver.close()
 
 
-def test_a_part_that_the_manifest_does_not_list_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PART_BYTES", 1)
-    path = checkpoint.save(tmp_path, 1, Shelf(cut(torch.arange(6.0), [3])), {}, alone())
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["files"]["weights-00000-00001.safetensors"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint_check.problem_of(path) == "the manifest does not list weights-00000-00001.safetensors"
-
-
-def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "step-2.tmp").mkdir()
-    (tmp_path / "step-2.tmp" / "weights-00000-00000.safetensors").write_bytes(b"half")
-    saved(tmp_path, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3"]
-
-
-def test_a_type_that_safetensors_does_not_know_is_an_error(tmp_path: Path) -> None:
-    strange = Shelf([whole_shard("w", torch.zeros(2, dtype=torch.complex128))])
-    with pytest.raises(ValueError, match=r"w is torch\.complex128, which safetensors cannot hold"):
-        checkpoint.save(tmp_path, 1, strange, {}, alone())
+def test_a_type_that_safetensors_does_not_know_is_an_error(tmp_path: Path, says: Says) -> None:
+    with says(ValueError):
+        saved(tmp_path, weights=torch.zeros(2, dtype=torch.complex128))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_of_an_engine_is_shown_as_one(tmp_path: Path) -> None:
-    """It is not reported as a full disk."""
-
-    class Mistaken(Shelf):
-        def shards(self, kind: str) -> Iterator[Shard]:
-            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        checkpoint.save(tmp_path, 1, Mistaken([]), {}, alone())
-    saver = AsyncSaver(tmp_path, alone(), keep=1)
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        saver.start(1, Mistaken([]), {}, None)
-    saver.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-FAILURES = {
-    "full": (OSError(errno.ENOSPC, "No space left on device"), "the disk is full", "free some space"),
-    "quota": (OSError(errno.EDQUOT, "Quota exceeded"), "the quota of this disk is used up", "free some space"),
-    "read-only": (OSError(errno.EROFS, "Read-only"), "the file system is read-only", "mount it for writing"),
-    "permission": (
-        OSError(errno.EACCES, "denied"),
-        "this process is not allowed to write there",
-        "change the permissions",
-    ),
-    "disk": (OSError(errno.EIO, "I/O error"), "the disk reports an error", r"check the disk \(dmesg says more\)"),
-    "gone": (OSError(errno.ENOENT, "No such file"), "a folder does not exist", "check that its file system is mounted"),
-    "stale": (OSError(errno.ESTALE, "Stale"), "the network file system has lost the folder", "mount it again"),
-    "memory": (MemoryError(), "there is not enough memory", "leave more memory free"),
-    "strange": (OSError(errno.EBUSY, "busy"), r"it failed \(\[Errno 16\] busy\)", "fix what the system reports"),
-}
+FAILURES = ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO", "ENOENT", "ESTALE", "EBUSY", "memory")
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_what_fails_a_save_is_told_with_what_to_do(
-    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error, what, to_do = FAILURES[failure]
-
-    def fail(*unused: Any) -> Any:
-        raise error
-
+def test_what_fails_a_save_is_told_with_what_to_do(failure: str, tmp_path: Path, says: Says) -> None:
     saved(tmp_path, 3)
-    monkeypatch.setattr(tensor_file, "write", fail)
-    with pytest.raises(CheckpointError, match=f"step 4 could not be written: {what}") as caught:
+    number = getattr(errno, failure, 0)
+    error = OSError(number, os.strerror(number)) if number else MemoryError()
+    with mock.patch.object(tensor_file, "write", side_effect=error), says(CheckpointError):
         saved(tmp_path, 4)
-    assert re.fullmatch(f"{to_do} and continue with --resume from step-3", str(caught.value.hint))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3"]
-
-
-def test_a_failure_without_words_fails_the_other_ranks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test the view of the second worker when the first one fails."""
-    attempt = checkpoint.Attempt(tmp_path, 1, {}, {}, alone())
-    monkeypatch.setattr(Workers, "gather", lambda self, value: [checkpoint._describe_failure(MemoryError()), value])
-    with pytest.raises(CheckpointError, match="there is not enough memory"):
-        attempt.run_together(lambda: None)
 
 
 def test_a_save_in_the_background_keeps_the_moment_of_its_start(tmp_path: Path) -> None:
@@ -266,131 +179,108 @@ def test_a_save_in_the_background_keeps_the_moment_of_its_start(tmp_path: Path) 
     saver.close()
 
 
-def test_a_background_save_without_memory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(size: int, *, pinned: bool) -> torch.Tensor:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(tensor_file, "host_memory", none_left)
-    saver = AsyncSaver(tmp_path, alone(), keep=1)
-    with pytest.raises(CheckpointError, match=r"step 1 could not be written: .*Cannot allocate memory"):
-        saver.start(1, Shelf([whole_shard("w", torch.zeros(2))]), {}, None)
-    assert not saver.pending
-    assert list(tmp_path.iterdir()) == []
-    saver.close()
-
-
-def test_a_part_that_nobody_wrote_is_an_error(tmp_path: Path) -> None:
+def test_a_part_that_nobody_wrote_is_an_error(tmp_path: Path, says: Says) -> None:
     half = Shelf([Shard("w", (6,), Index.whole((6,)).run(0), torch.arange(3.0))])
     path = checkpoint.save(tmp_path, 1, half, {}, alone())
-    with pytest.raises(CheckpointError, match="parts of w are missing"):
+    with says(CheckpointError):
         checkpoint.Reader(path).read("weights", "w", (0,), (6,))
 
 
-def test_a_path_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+def changed(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def described(path: Path, content: str) -> None:
+    """Write another index with the checksum that the manifest lists, so that the check reads it."""
+    (path / "index.json").write_text(content)
+    seal = {"bytes": len(content), "crc32": zlib.crc32(content.encode())}
+    changed(path / "manifest.json", lambda manifest: manifest["files"].update({"index.json": seal}))
+
+
+def flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DEEP, OPTIMIZER = "[" * 100_000, "optimizer-00000-00000.safetensors"
+LISTED = {"../latest": {"bytes": 7, "crc32": 0}}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped byte": lambda path: flipped(path / OPTIMIZER),
+    "cut file": lambda path: (path / "state.json").write_text("{"),
+    "no optimizer": lambda path: (path / OPTIMIZER).unlink(),
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "forgotten": lambda path: changed(path / "manifest.json", lambda manifest: manifest["files"].pop(OPTIMIZER)),
+    "outside": lambda path: changed(path / "manifest.json", lambda manifest: manifest["files"].update(LISTED)),
+    "deep manifest": lambda path: (path / "manifest.json").write_text(DEEP),
+    "no name": lambda path: (path / "manifest.json").write_text(
+        '{"format": 2, "files": {"a\\u0000": {"bytes": 7, "crc32": 0}}}'
+    ),
+    "deep index": lambda path: described(path, DEEP),
+    "no file": lambda path: described(path, '{"weights": {"w": {"boxes": [[1]]}}, "optimizer": {}}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damage_is_a_problem(damage: str, tmp_path: Path, says: Says) -> None:
     path = saved(tmp_path)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["../latest"] = {"bytes": 7, "crc32": 0}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint_check.problem_of(path) == "../latest is outside the folder"
-    assert checkpoint_check.problem_on_all_ranks(path, alone()) == "../latest is outside the folder"
+    DAMAGES[damage](path)
+    says.text(str(checkpoint_check.problem_of(path)).partition(" while decoding")[0])
+    assert checkpoint_check.problem_on_all_ranks(path, alone()) == checkpoint_check.problem_of(path)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "problem"),
-    [
-        ("manifest.json", "[" * 100_000, "manifest.json cannot be read (maximum recursion depth exceeded"),
-        (
-            "manifest.json",
-            '{"format": 2, "files": {"a\\u0000": {"bytes": 7, "crc32": 0}}}',
-            "'a\\x00' is not",
-        ),
-        ("index.json", "[" * 100_000, "index.json or state.json cannot be read (maximum recursion depth exceeded"),
-        ("index.json", '{"weights": {"w": {"boxes": [[1]]}}, "optimizer": {}}', "the manifest does not list 1"),
-    ],
-)
-def test_a_damaged_description_is_a_problem(tmp_path: Path, file: str, content: str, problem: str) -> None:
-    """An index with another form has the checksum that the manifest lists, so that the check reads it."""
-    path = saved(tmp_path)
-    (path / file).write_text(content)
-    manifest = json.loads((path / "manifest.json").read_text()) if file == "index.json" else None
-    if manifest:
-        manifest["files"][file] = {"bytes": len(content), "crc32": zlib.crc32(content.encode())}
-        (path / "manifest.json").write_text(json.dumps(manifest))
-    assert str(checkpoint_check.problem_of(path)).startswith(problem)
-
-
-def test_an_index_that_points_out_of_the_folder_is_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    reader = checkpoint.Reader(path)
+def test_an_index_that_points_out_of_the_folder_is_refused(tmp_path: Path, says: Says) -> None:
+    reader = checkpoint.Reader(saved(tmp_path))
     reader.index["weights"]["w"]["boxes"][0][0] = "../../elsewhere.safetensors"
-    with pytest.raises(CheckpointError, match="not a file of the checkpoint"):
+    with says(CheckpointError):
         reader.read("weights", "w", (0,), (6,))
 
 
-def test_newest_whole_one_is_found_and_others_are_named(tmp_path: Path) -> None:
-    for step in (3, 20, 100):
-        saved(tmp_path, step)
-    (tmp_path / "step-100" / "state.json").unlink()
-    (tmp_path / "step-200.tmp").mkdir()
-    found, passed_over = checkpoint_check.newest_complete(tmp_path, alone())
-    assert found == tmp_path / "step-20"
-    assert passed_over == ["step-100: state.json is missing"]
-
-
 @pytest.mark.slow
-def test_older_ones_go_only_when_the_newest_is_whole(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
+def test_older_ones_go_only_when_the_newest_is_whole(tmp_path: Path, says: Says) -> None:
+    """A later one stays: a resume has skipped it, perhaps because of a disk error that has since been fixed."""
+
+    def steps() -> list[str]:
+        return [path.name for path in checkpoint.candidates(tmp_path)]
+
+    for step in (9, 1, 2, 3, 4):
         saved(tmp_path, step)
-    size = (tmp_path / "step-4" / "index.json").stat().st_size
     (tmp_path / "step-4" / "index.json").write_text("{}")
-    told = checkpoint_check.delete_older(tmp_path / "step-4", 1, None, alone())
-    assert told == (
-        f"step-4 was written, but cannot be read back (index.json has 2 bytes instead of {size}): "
-        "older checkpoints are kept"
-    )
-    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["step-4", "step-3", "step-2", "step-1"]
+    says.text(str(checkpoint_check.delete_older(tmp_path / "step-4", 1, None, alone())))
+    assert steps() == ["step-9", "step-4", "step-3", "step-2", "step-1"]
     saved(tmp_path, 5)
     assert checkpoint_check.delete_older(tmp_path / "step-5", 2, protected=1, workers=alone()) is None
-    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["step-5", "step-4", "step-1"]
-
-
-@pytest.mark.slow
-def test_what_is_older_than_a_save_goes_and_what_is_later_stays(tmp_path: Path) -> None:
-    """The resume skipped the later one, perhaps because of a disk error that has since been fixed."""
-    for step in (9, 3, 6):
-        saved(tmp_path, step)
-    checkpoint_check.delete_older(tmp_path / "step-6", 1, None, alone())
-    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["step-9", "step-6"]
+    assert steps() == ["step-9", "step-5", "step-4", "step-1"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
-def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
-    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_old_one_that_cannot_be_deleted(
+    background: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path, 1)
-
-    def busy(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise OSError(errno.EBUSY, "Device or resource busy")
-
-    monkeypatch.setattr(checkpoint_check.shutil, "rmtree", busy)
-    if background:
-        saver = AsyncSaver(tmp_path, alone(), keep=1)
-        saver.start(2, Shelf([]), {}, None)
-        assert saver.wait() == tmp_path / "step-2"
-        saver.close()
-        told = capsys.readouterr().err
-    else:
-        told = str(checkpoint_check.delete_older(saved(tmp_path, 2), 1, None, alone()))
-    assert "step-1 could not be deleted: it failed ([Errno 16] Device or resource busy)" in told
+    gone = shutil.rmtree
+    refuse = mock.Mock(side_effect=lambda path, ignore_errors=False: None if ignore_errors else gone("/nowhere"))
+    with mock.patch.object(checkpoint_check.shutil, "rmtree", refuse):
+        if background:
+            saver = AsyncSaver(tmp_path, alone(), keep=1)
+            saver.start(2, Shelf([]), {}, None)
+            assert saver.wait() == tmp_path / "step-2"
+            saver.close()
+        told = (
+            capsys.readouterr().err
+            if background
+            else checkpoint_check.delete_older(saved(tmp_path, 2), 1, None, alone())
+        )
+    assert "step-1 could not be deleted: a folder does not exist" in str(told)
     assert [path.name for path in checkpoint.candidates(tmp_path)] == ["step-2"]
-    monkeypatch.undo()
     saved(tmp_path, 3)
     assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("world", [2, 7])
 def test_each_file_is_read_by_one_rank(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = saved(tmp_path), checkpoint_check.crc32
     read: list[str] = []
@@ -401,23 +291,20 @@ def test_each_file_is_read_by_one_rank(world: int, tmp_path: Path, monkeypatch: 
     assert len(read) == len(set(read)), "a reader reads what it was asked for alone"
 
 
-def test_a_file_that_fails_after_the_check_is_named(tmp_path: Path) -> None:
+def test_a_file_that_fails_after_the_check_is_named(tmp_path: Path, says: Says) -> None:
     path = saved(tmp_path)
     reader = checkpoint.Reader(path)
     (path / "weights-00000-00000.safetensors").write_bytes(b"\xff" * 40)
-    with pytest.raises(CheckpointError, match=r"weights-00000-00000\.safetensors cannot be read") as caught:
+    with says(CheckpointError):
         reader.read("weights", "w", (0,), (6,))
-    assert caught.value.where == str(path)
     (path / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"index.json or state.json cannot be read"):
+    with says(CheckpointError):
         checkpoint.Reader(path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", by_default([True], [False, True]), ids=["new step", "step of a damaged one"])
-def test_a_death_at_any_moment_leaves_a_whole_checkpoint(
-    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_at_any_moment_of_a_save(again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process dies during a save, while a damaged checkpoint is replaced, or while older ones are deleted."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # power is not cut here
     monkeypatch.setattr(files, "DIRECT", 0)
@@ -441,10 +328,6 @@ def test_a_death_at_any_moment_leaves_a_whole_checkpoint(
         save(root)
         assert sorted(path.name for path in root.iterdir()) == ["latest", "step-3"]
     assert {("step-2", 3 if again else 2), ("step-3", 3), ("step-3", 2), ("step-3", 1)} <= seen
-
-
-def test_canonical_names_have_nothing_of_the_wrappers() -> None:
-    assert canonical_name("module._orig_mod.h.0._checkpoint_wrapped_module.attn.weight") == "h.0.attn.weight"
 
 
 def test_blocks_are_found_without_a_list_of_names() -> None:

@@ -28,6 +28,7 @@ from rapidformer_templates.run.checkpoint.format import Reader, step_of
 from rapidformer_templates.run.folder import RunFolder, read_metrics
 from rapidformer_templates.system import files
 from rapidformer_templates.system.workers import Workers
+from tests.support.dropout_runs import TIMES
 from tests.support.power_cuts import (
     BEGIN,
     CrashState,
@@ -52,7 +53,7 @@ SAVED, EXPORTED = "saved", "exported"
 ALONE = Workers(0, 0, 1, torch.device("cpu"))
 RUN = "runs/mine"
 """The folder of the run. The program creates both folders."""
-TIMINGS = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
+
 
 Tree = dict[str, bytes | None]
 
@@ -298,7 +299,7 @@ def outcome(folder: Path) -> dict[str, object]:
     """Return everything that an uninterrupted run leaves, without timings."""
     root = RunFolder(folder)
     paths = [*root.checkpoints.glob(f"step-{STEPS}/*.safetensors"), *root.export.iterdir(), *root.model.iterdir()]
-    lines = [{k: v for k, v in line.items() if k not in TIMINGS} for line in read_metrics(root.metrics)]
+    lines = [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(root.metrics)]
     summary = root.read_summary()
     whole = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     return {"metrics": lines, "summary": (summary["steps"], summary["metrics"]), **whole}
