@@ -77,9 +77,9 @@ def explain_config_errors(folder: Path) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        needs_code = "trust_remote_code" in str(error)
-        hint = "run the folder's own code with --trust-remote-code" if needs_code else "check its config.json"
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        hint, reason = "check its config.json", " ".join(str(error).split())[:300] or type(error).__name__
+        if "trust_remote_code" in str(error):
+            hint, reason = "run the folder's own code with --trust-remote-code", "it needs code of its own"
         message = f"the configuration in {folder} cannot be used: {reason}"
         raise ModelError(message, where=PRETRAINED, hint=hint) from error
 
