@@ -38,7 +38,7 @@ NOT_RUN = {
     r".*--nproc-per-node [3-8]": "starts more workers than a test of the manual may: tests/engines, tests/switches",
     r".*wandb": "needs an account: tests/run/test_trackers.py",
     r"rapidformer data merge": "joins sets that other machines have made: tests/commands/test_data.py",
-    r".*_8bit": "needs torchao: tests/switches/test_optimizers.py",
+    r".*_8bit": "needs torchao: tests/switches/optimizer/test_updates.py",
 }
 """Commands that are not run here, by their beginning, with the reason."""
 
