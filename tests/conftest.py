@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -46,26 +47,19 @@ TWO_AT_MOST = (
     "tests/rehearsal/",
     "tests/system/",
     "tests/commands/test_demo.py",
-    "tests/commands/test_evaluate.py",
-    "tests/commands/test_export.py",
-    "tests/data/test_multiple_choice.py",
-    "tests/engines/parallel/test_update_chunks.py",
-    "tests/engines/test_generation.py",
-    "tests/engines/test_group_values.py",
     "tests/engines/test_shards.py",
-    "tests/engines/test_unused_parameters.py",
-    "tests/run/test_inference.py",
     "tests/run/test_evaluated_rows.py",
+    "tests/run/test_inference.py",
     "tests/run/test_out_of_memory.py",
-    "tests/run/test_trackers.py",
     "tests/switches/test_other_package.py",
-    "tests/switches/torch_compile/test_blocks.py",
-    "tests/switches/zero/",
 )
-"""Test files that start at most two workers. They run in the test process without the tests of four workers.
+"""Test files that start at most two workers, although their text does not say so: see :func:`_drives_four`."""
 
-That process must have more to do than the other one, which runs the last of these files when its own are done.
-"""
+GROUPS = re.compile(r"(?:in_workers|observed|start_workers)\(\s*([^,)]+),")
+"""The number of workers in a call that starts a group of them."""
+
+MORE = re.compile(r"nproc-per-node[\"', =]+[3-9]")
+"""A command that starts more than two workers."""
 
 LONGER = (
     "tests/benchmarks/",
@@ -91,11 +85,17 @@ def _forget_worker() -> None:
 
 @cache
 def _drives_four(path: Path) -> bool:
-    """Whether a file may have tests that start four workers."""
-    if path.relative_to(ROOT).as_posix().startswith(TWO_AT_MOST):
-        return False
+    """Whether a file may have tests that start four workers.
+
+    The other files run in the test process without the tests of four workers. That process must have more to do than
+    this one, which runs the last of these files when its own are done.
+    """
     source = path.read_text(encoding="utf-8")
-    return "mark.distributed" in source or "mark.accelerator" in source
+    starts = "mark.distributed" in source or "mark.accelerator" in source
+    if not starts or path.relative_to(ROOT).as_posix().startswith(TWO_AT_MOST):
+        return False
+    counts = GROUPS.findall(source)
+    return not counts or bool(MORE.search(source)) or not set(counts) <= {"1", "2"}
 
 
 @pytest.hookimpl(optionalhook=True)
