@@ -25,6 +25,7 @@ OTHERS = {  # flags of other programs, and flags that examples declare
     "hf": ["--private"],
     "mlflow": ["--backend-store-uri"],
     "pip": ["--constraint", "--editable", "--index-url", "--no-deps"],
+    "pytest": ["--write-messages"],
     "rapidformer": ["--help", "--help-all", "--version"],
     "ruff": ["--check"],
     "tensorboard": ["--logdir"],

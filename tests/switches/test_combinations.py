@@ -47,23 +47,23 @@ def test_every_combination_is_accepted_or_mended(
 
 def _is_accepted_or_mended(names: tuple[str, ...], place: Environment, registry: Registry) -> bool:
     config = with_switches(names)
-    searched: list[list[Path]] = []
+    searched: list[tuple[Request, list[Path]]] = []
 
     def search(request: Request, registry: Registry) -> list[Path]:
-        searched.append(nearest(request, registry))
-        return searched[-1]
+        searched.append((request, nearest(request, registry)))
+        return searched[-1][1]
 
     try:
         with mock.patch("rapidformer_templates.planning.resolve.nearest", search):
             plan = resolve(config, place, registry)
     except Refused as refused:
-        (paths,) = searched
+        ((request, paths),) = searched
         for found in refused.diagnostics:
             assert found.rule
             assert found.message
             assert found.why
             assert found.source
-            assert found.works == tuple(to_suggestion(path) for path in paths)
+            assert found.works == tuple(to_suggestion(path, request) for path in paths)
         assert paths
         for path in paths:
             mended, there = config, place

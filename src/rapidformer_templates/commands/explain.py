@@ -97,7 +97,7 @@ def explanation(rule: Rule, registry: Registry) -> Explanation:
         command=f"{'rapidformer' if rule.training else 'rapidformer plan'} {rule.example}",
         machine=", ".join(f"{name} {value}" for name, value in rule.machine.items()),
         answer=answer,
-        instead=tuple(to_suggestion(path) for path in nearest(request, registry)) if rule.refuses else (),
+        instead=tuple(to_suggestion(path, request) for path in nearest(request, registry)) if rule.refuses else (),
     )
 
 

@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from rapidformer_templates.errors import ModelError, is_out_of_memory
+from rapidformer_templates.errors import ModelError, counted, is_out_of_memory
 from rapidformer_templates.models.adapters import SETTINGS, set_new_modules
 from rapidformer_templates.models.architectures import (
     CLASSIFICATION,
@@ -400,7 +400,7 @@ def _check_weights(
     body = {name for name in of_model if name.startswith(prefix)}
     damaged = [name for name in of_model if name in body or _bare(name, model) in declared]
     if damaged:
-        message = f"{len(damaged)} weights are missing in {path}, such as {damaged[0]}"
+        message = f"{path} lacks {counted(len(damaged), 'weight')}, such as {damaged[0]}"
         shared = "set tie_word_embeddings to true in its config.json if the embeddings have this weight, or "
         raise ModelError(message, where=PRETRAINED, hint=again if damaged[0] in body else shared + again)
     if missing and auto_class in WITHOUT_NEW_HEAD:

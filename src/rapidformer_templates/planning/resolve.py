@@ -51,7 +51,7 @@ def resolve(
         check_whole_weights(config.model)
     refusals = registry.refusals(request)
     if refusals:
-        works = tuple(to_suggestion(path) for path in nearest(request, registry))
+        works = tuple(to_suggestion(path, request) for path in nearest(request, registry))
         raise Refused(
             [
                 Diagnostic(rule.code, finding.message, rule.why, in_words(rule.source), finding.asked, works)
@@ -224,10 +224,12 @@ def apply(request: Request, changes: Iterable[Change], registry: Registry) -> Re
     return build_request(config, environment, registry.switches, training=request.training, model=request.model)
 
 
-def to_suggestion(path: Sequence[Change]) -> Suggestion:
-    """Format the changes as text. A whole command comes first, and removed flags come last."""
+def to_suggestion(path: Sequence[Change], request: Request) -> Suggestion:
+    """Format the changes as text. A whole command comes first, and removed flags come last, those that were given."""
     parts = [change.describe.partition(WITHOUT) for change in path]
-    removals = " ".join(off for _, _, off in parts if off)
+    values = [pair for change in path for pair in change.values.items()]
+    absent = {spelling(name) for name, value in values if request.config.get(name) == value}
+    removals = " ".join(flag for _, _, off in parts for flag in off.split() if flag not in absent)
     additions = sorted((on.strip() for on, _, _ in parts if on), key=lambda on: on.startswith("--"))
     notes = dict.fromkeys(change.note for change in path if change.note)
     return Suggestion(" ".join([*additions, WITHOUT + removals] if removals else additions), "; ".join(notes))

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.models.auto import modeling_auto
 
 from rapidformer_templates.engines.assembly import Assembly
-from rapidformer_templates.errors import ModelError
+from rapidformer_templates.errors import ModelError, counted
 from rapidformer_templates.models.adapters import SETTINGS, FrozenBase, fp32_fingerprint
 from rapidformer_templates.models.loading import (
     LoadingInfo,
@@ -317,8 +317,8 @@ def merge(adapters: Path, output: Path, base_folder: str | None = None) -> None:
     with new_folder(output) as temporary, TensorFiles(temporary) as files, quiet_transformers():
         with tensors_read_one_by_one(), files.parameters_stored():
             model, info = read_model(factory, adapters, config, base_folder=base_folder)
-        if info["missing_keys"]:
-            message = f"{len(info['missing_keys'])} weights are missing in {base}, such as {min(info['missing_keys'])}"
+        if missing := info["missing_keys"]:
+            message = f"{base} lacks {counted(len(missing), 'weight')}, such as {min(missing)}"
             hint = "the merged model would have random values there: name the folder of the whole base with --base"
             raise ModelError(message, where=str(base), hint=hint)
         if hasattr(model.config, "use_cache"):

@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.errors import ModelError
+from rapidformer_templates.errors import ModelError, counted
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.loading import LoadingInfo
 from rapidformer_templates.models.model_files import CONVERTED, is_converted
@@ -359,7 +359,6 @@ def load_mixture(folder: str | Path, auto_class: str = "AutoModelForCausalLM") -
         raise ValueError(f"{folder} does not hold a mixture of this library: use {auto_class}.from_pretrained")
     model, info = read_model(getattr(transformers, auto_class), folder, read_config(folder))
     if missing := info["missing_keys"] | {name for name, _, _ in info["mismatched_keys"]}:
-        raise ValueError(
-            f"{len(missing)} weights of a {type(model).__name__} are missing in {folder}: {min(missing)} …"
-        )
+        lacking = f"{counted(len(missing), 'weight')} of a {type(model).__name__}"
+        raise ValueError(f"{folder} lacks {lacking}, such as {min(missing)}")
     return model.eval()
