@@ -138,7 +138,8 @@ def check_interface() -> None:
         WorkerFailed: the name of this host is one of its loopback addresses, as Debian's installer sets it.
     """
     name, master = socket.gethostname(), os.environ.get("MASTER_ADDR", "")
-    if os.environ.get(INTERFACE) or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+    on_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if not master or os.environ.get(INTERFACE) or on_one_node:  # open_store says that there is no master
         return
     own = _address_of(name)
     if own is None or not ipaddress.ip_address(own).is_loopback or _is_own(_address_of(master)):
