@@ -21,7 +21,6 @@ from rapidformer_templates.planning.registry import REGISTRY
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/rapidformer_templates"
 MODULES = sorted(SOURCE.rglob("*.py"))
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
 NEUTRAL = ["run/loop.py", "trainer.py", "pretrainer.py", "finetuner.py"]
 BACKENDS = ("deepspeed", "fairscale", "torch.distributed", "onnxruntime", "apex", "bitsandbytes")
 # A switch whose name is also a common word in training loops.

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.run.folder import read_metrics
-from tests.support.messages import Capture
 from tests.support.preference_runs import pairs, words
 from tests.support.texts import write_jsonl
 
@@ -31,7 +30,7 @@ TRAIN = "--lora-rank 4 --lr 0.05 --train-iters 3 --micro-batch-size 4 --seq-leng
 class Desk:
     """Calls commands, and returns what they print."""
 
-    def __init__(self, capsys: Capture, folder: Path) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         self.capsys, self.folder = capsys, folder
 
     def call(self, words: str, status: int = 0) -> str:
@@ -88,7 +87,7 @@ def _assert_same(run: Path) -> torch.Tensor:
     return logits
 
 
-def test_from_sft_to_dpo(tmp_path: Path, gpt_folder: Path, capsys: Capture) -> None:
+def test_from_sft_to_dpo(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     desk, base = Desk(capsys, tmp_path), _write(tmp_path, gpt_folder)
     sft, dpo = tmp_path / "sft", tmp_path / "dpo"
     desk.train("causal_lm", base, "sft")

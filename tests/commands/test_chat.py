@@ -31,7 +31,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.run.predictions import Conversation
-from tests.support.messages import Patch, Says
+from tests.support.messages import Says
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -73,7 +73,7 @@ def said(*texts: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_lines(folder: Path, monkeypatch: Patch, capsys: Any) -> None:
+def test_lines(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     first = reference(folder, said("the cat"))
     second = reference(folder, said("the cat", first.strip(), "a dog"))
     assert first != second
@@ -102,7 +102,7 @@ def test_a_conversation_that_grows_too_long(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lines_that_are_not_utf8(folder: Path, monkeypatch: Patch, says: Says) -> None:
+def test_lines_that_are_not_utf8(folder: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("the café\n".encode("latin-1")), encoding="utf-8"))
     says.command(f"chat {folder} {' '.join(NEW)}")
 

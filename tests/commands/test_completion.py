@@ -10,7 +10,6 @@ import pytest
 from rapidformer_templates.commands.main import COMMANDS, main
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.registry import REGISTRY
-from tests.support.messages import Capture
 
 ASK = """
 source "$1"; shift
@@ -73,7 +72,7 @@ def test_every_command_and_every_flag_are_offered(answers: dict[str, set[str]]) 
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh", "fish", "powershell"])
-def test_other_shells(shell: str, capsys: Capture) -> None:
+def test_other_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("fsdp-memory-optimization", "causal_lm", *COMMANDS))

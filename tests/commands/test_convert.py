@@ -26,7 +26,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import switch_options
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 from tests.support.texts import WORDS, write_jsonl
 
 CONFIGURATIONS = Path(__file__).parents[1] / "support" / "configurations"
@@ -41,7 +41,7 @@ OPTIONS = {
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: Patch) -> Path:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Enter a folder with the files that the configurations name."""
     monkeypatch.chdir(tmp_path)
     for stage in (2, 3):
@@ -125,7 +125,9 @@ def test_exponential_decay_of_megatron_is_not_another_one() -> None:
     assert result.flags["lr_wsd_decay_style"] == "1-sqrt"
 
 
-def test_what_is_not_converted_is_in_the_file_and_on_the_screen(desk: Path, capsys: Capture, says: Says) -> None:
+def test_what_is_not_converted_is_in_the_file_and_on_the_screen(
+    desk: Path, capsys: pytest.CaptureFixture[str], says: Says
+) -> None:
     values = {"output_dir": "out", "push_to_hub": True, "my_own_key": 3, "debug": "x"}
     (desk / "args.json").write_text(json.dumps(values))
     assert main(["convert", "args.json", "--output", "ours.yaml"]) == 0
@@ -135,7 +137,7 @@ def test_what_is_not_converted_is_in_the_file_and_on_the_screen(desk: Path, caps
     assert set(shown.out.splitlines()[1:]) <= comments
 
 
-def test_workers_decide_the_global_batch(desk: Path, capsys: Capture) -> None:
+def test_workers_decide_the_global_batch(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(CONFIGURATIONS / "axolotl-qlora.yml", desk)
     assert main(["convert", "axolotl-qlora.yml", "--world-size", "4"]) == 0
     shown = capsys.readouterr()
@@ -152,7 +154,7 @@ def test_samples_turn_shares_into_numbers(desk: Path) -> None:
     assert (result.flags["validation_fraction"], result.left) == (0.1, {})
 
 
-def test_packages_that_are_missing_are_no_refusal(desk: Path, monkeypatch: Patch, says: Says) -> None:
+def test_packages_that_are_missing_are_no_refusal(desk: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", dict)
     shutil.copy(CONFIGURATIONS / "axolotl-qlora.yml", desk)
     says.command("convert axolotl-qlora.yml", status=0)
@@ -247,7 +249,7 @@ def test_format_that_is_named_is_used(desk: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [["--task", "pretraining"], ["--task", "masked_lm"]])
-def test_task_decides_which_flags_are_set(more: list[str], desk: Path, capsys: Capture) -> None:
+def test_task_decides_which_flags_are_set(more: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (desk / "args.yaml").write_text("output_dir: out\nlearning_rate: 1e-4\n")
     assert main(["convert", "args.yaml", *more]) == 0, capsys.readouterr().err
     assert ("validation-fraction" in capsys.readouterr().out) == ("masked_lm" in more)

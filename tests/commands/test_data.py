@@ -17,7 +17,7 @@ from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path,
 from rapidformer_templates.data.indexed.writer import BLOCK, IndexedWriter
 from rapidformer_templates.data.text.encoding import split_sentences
 from tests.support.indexed_sets import contents, write, write_with_megatron
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 from tests.support.texts import WORDS, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -27,14 +27,14 @@ SECOND = [[[7] * 9]]
 SETS = {"a": [[[1], [2]], [[3]]], "b": FIRST, "c": FIRST}
 
 
-def answer(capsys: Capture, *words: object, status: int = 0) -> str:
+def answer(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
     """Run the command and return its output."""
     assert main(list(map(str, words))) == status
     shown = capsys.readouterr()
     return shown.err if status == 2 else shown.out
 
 
-def test_the_command_is_part_of_rapidformer(capsys: Capture) -> None:
+def test_the_command_is_part_of_rapidformer(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ([], ["preprocess"], ["merge"], ["inspect"], ["verify"], ["tokenizer"]):
         with pytest.raises(SystemExit, match="0"):
             rapidformer(["data", *command, "--help"])
@@ -42,7 +42,7 @@ def test_the_command_is_part_of_rapidformer(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_preprocess(tmp_path: Path, gpt_folder: Path, capsys: Capture) -> None:
+def test_preprocess(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [" ".join(WORDS[i : i + 5]) for i in range(20)]
     folder = tmp_path / "raw"
     folder.mkdir()
@@ -90,7 +90,7 @@ IN = "preprocess --input {in} --output-prefix o"
     ],
     ids=str,
 )  # fmt: skip
-def test_wrong_use(tmp_path: Path, gpt_folder: Path, monkeypatch: Patch, words: str, says: Says) -> None:
+def test_wrong_use(tmp_path: Path, gpt_folder: Path, monkeypatch: pytest.MonkeyPatch, words: str, says: Says) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     places = {"in": write_jsonl(tmp_path / "in.jsonl", [{"text": "a dog"}]), "gpt": gpt_folder,
@@ -99,7 +99,7 @@ def test_wrong_use(tmp_path: Path, gpt_folder: Path, monkeypatch: Patch, words: 
     assert not list(tmp_path.glob("o_*")) + list(tmp_path.glob("o.*"))
 
 
-def test_a_merged_set_is_that_of_all_documents(tmp_path: Path, capsys: Capture) -> None:
+def test_a_merged_set_is_that_of_all_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "sets"
     folder.mkdir()
     write(folder / "a", FIRST)
@@ -128,7 +128,7 @@ def test_types_are_widened(tmp_path: Path, types: tuple[str, str], wider: str) -
     assert contents(merged) == FIRST + FIRST
 
 
-def test_merging_is_done_in_parts(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_merging_is_done_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = np.random.default_rng(0)
     documents = [
         [chance.integers(0, 99, chance.integers(1, 9)).tolist() for _ in range(chance.integers(1, 4))]
@@ -147,7 +147,7 @@ def test_sets_with_modes_are_not_merged(tmp_path: Path, megatron: Any, says: Say
     says.command(f"data merge --input {tmp_path / 'set'} --output-prefix {tmp_path / 'm'}")
 
 
-def test_inspect(tmp_path: Path, gpt_folder: Path, capsys: Capture) -> None:
+def test_inspect(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
     texts = ["a small dog", "the river and the house and the tree " * 4]
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -170,7 +170,7 @@ def test_inspect(tmp_path: Path, gpt_folder: Path, capsys: Capture) -> None:
     assert "unknown: no checksums" in answer(capsys, "inspect", tmp_path)
 
 
-def test_lengths_are_those_of_documents(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_lengths_are_those_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed_tools, "CHUNK", 2)
     facts = indexed_tools.statistics_of(str(write(tmp_path / "set", [[[1], [2, 3]], [[1] * 8], [[5]], [[1] * 9, [2]]])))
     assert facts.shares == [(2, 1, 1), (4, 1, 3), (16, 2, 18)]
@@ -183,7 +183,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-def test_verify_names_the_damaged_block_and_its_documents(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_names_the_damaged_block_and_its_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     length = 1000
     count = 2 * BLOCK // (2 * length) + 100  # a little more than two blocks
     with IndexedWriter(tmp_path / "set", np.dtype(np.uint16)) as writer:
@@ -206,7 +206,7 @@ def test_verify_names_the_damaged_block_and_its_documents(tmp_path: Path, capsys
     ]  # fmt: skip
 
 
-def test_verify_finds_damage_of_the_index(tmp_path: Path, capsys: Capture, says: Says) -> None:
+def test_verify_finds_damage_of_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says) -> None:
     prefix, whole, lost = (write(tmp_path / name, documents) for name, documents in SETS.items())
     idx_path(lost).unlink()
     data = idx_path(prefix).read_bytes()
@@ -219,7 +219,9 @@ def test_verify_finds_damage_of_the_index(tmp_path: Path, capsys: Capture, says:
     says.text(answer(capsys, "verify", prefix, status=1))
 
 
-def test_verify_of_a_set_without_checksums(tmp_path: Path, megatron: Any, capsys: Capture, says: Says) -> None:
+def test_verify_of_a_set_without_checksums(
+    tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str], says: Says
+) -> None:
     theirs = write_with_megatron(megatron, tmp_path / "theirs", FIRST)
     ours = write(tmp_path / "ours", FIRST)
     for words in (["verify", theirs], ["verify", theirs, "--write-sums"]):

@@ -12,7 +12,7 @@ from rapidformer_templates.commands.demo import demo_model_folder, make_demo_dat
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import DataError, ModelError
 from tests.support.demo import needs_packages
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -20,7 +20,9 @@ def _rows(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def test_absent_packages_name_the_command_that_installs_them(tmp_path: Path, monkeypatch: Patch, says: Says) -> None:
+def test_absent_packages_name_the_command_that_installs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
+) -> None:
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     with says(DataError):
         make_demo_data(tmp_path)
@@ -52,7 +54,7 @@ def test_the_seed_decides_the_draw(tmp_path: Path) -> None:
 @needs_packages
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_demo_trains_and_leaves_an_earlier_one_alone(tmp_path: Path, capfd: Capture) -> None:
+def test_the_demo_trains_and_leaves_an_earlier_one_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     earlier = tmp_path / "demo"
     earlier.mkdir()
     words = ["demo", "--data", str(tmp_path / "data"), "--train", "32", "--held-out", "16", "--save", str(earlier)]
@@ -69,7 +71,7 @@ def test_the_demo_trains_and_leaves_an_earlier_one_alone(tmp_path: Path, capfd: 
 
 
 @needs_packages
-def test_the_data_alone(tmp_path: Path, capsys: Capture) -> None:
+def test_the_data_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--prepare", "--data", str(tmp_path), "--train", "6", "--held-out", "3"]) == 0
     assert capsys.readouterr().out == f"{demo_model_folder()}\n"
     assert [len(_rows(tmp_path / f"tweets-{part}.csv")) for part in ("train", "valid")] == [6, 3]

@@ -16,7 +16,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 
 
 def add_package(site: Path, name: str, body: str, version: str = "1.2") -> None:
@@ -28,7 +28,7 @@ def add_package(site: Path, name: str, body: str, version: str = "1.2") -> None:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: Patch) -> Path:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a folder for fake packages, which is searched before all others. There is no GPU, and no slow import."""
     folder = tmp_path / "site"
     folder.mkdir()
@@ -43,12 +43,12 @@ def site(tmp_path: Path, monkeypatch: Patch) -> Path:
     return folder
 
 
-def use_only(monkeypatch: Patch, *names: str) -> None:
+def use_only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     for module in (doctor, environment):
         monkeypatch.setattr(module, "OPTIONAL_PACKAGES", names)
 
 
-def examined(capsys: Capture) -> dict[str, Any]:
+def examined(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """Return the packages and parts by name, as ``--json`` prints them."""
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -57,7 +57,7 @@ def examined(capsys: Capture) -> dict[str, Any]:
 
 
 def test_package_that_raises_and_one_that_is_absent(
-    site: Path, monkeypatch: Patch, capsys: Capture, says: Says
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     add_package(site, "onnx", "raise OSError('libfoo.so: undefined symbol\\nand more')")
     add_package(site, "torchao", "import os; print('{noise'); os.write(1, b'{noise'); import sys; sys.exit(3)")
@@ -69,7 +69,7 @@ def test_package_that_raises_and_one_that_is_absent(
 
 
 @pytest.mark.slow
-def test_crash_and_hang_on_import_are_findings(site: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_crash_and_hang_on_import_are_findings(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = tmp_path / "hanging"
 
     class SlowlyStarted(subprocess.Popen[bytes]):
@@ -99,7 +99,9 @@ def test_every_package_of_a_switch_is_looked_at() -> None:
     assert [name for name in environment.OPTIONAL_PACKAGES if not doctor.serves(name)] == []
 
 
-def test_what_is_printed(site: Path, monkeypatch: Patch, capsys: Capture, says: Says) -> None:
+def test_what_is_printed(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Says
+) -> None:
     add_package(site, "onnx", "")
     add_package(site, "torchao", "raise ImportError('no [bold]libfoo[/bold] here')")
     use_only(monkeypatch, "onnx", "torchao", "peft")
@@ -112,7 +114,7 @@ def test_what_is_printed(site: Path, monkeypatch: Patch, capsys: Capture, says: 
     says.text(packages.partition("DeepSpeed's compiled parts")[0])
 
 
-def test_compiled_parts(site: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_compiled_parts(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     add_package(site, "deepspeed", "", "9.9")
     use_only(monkeypatch, "deepspeed")
     reasons = {"async_io": "libaio's header or library is missing: apt-get install libaio-dev"}
@@ -124,7 +126,7 @@ def test_compiled_parts(site: Path, monkeypatch: Patch, capsys: Capture) -> None
     assert found["async_io"]["detail"] == reasons["async_io"]
 
 
-def test_build(site: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_build(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     add_package(site, "deepspeed", "", "9.9")
     use_only(monkeypatch)
     monkeypatch.setattr(deepspeed_parts, "export", lambda device: None)

@@ -16,7 +16,7 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.registry import REGISTRY
-from tests.support.messages import Capture, Says
+from tests.support.messages import Says
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MyFlags:
 TITLES = ["\ncommands:", "\nLaunch:", "\nModel:", "\nData:", "\nTraining:", "\nAcceleration:"]
 
 
-def test_help_is_grouped_with_the_commands_first(capsys: Capture) -> None:
+def test_help_is_grouped_with_the_commands_first(capsys: pytest.CaptureFixture[str]) -> None:
     for words, titles in (([], TITLES), (["--help"], TITLES), (["--help-all"], [*TITLES, "\nPlan:"])):
         assert main(words) == 0
         text = capsys.readouterr().out
@@ -43,7 +43,7 @@ def flags_in(text: str) -> set[str]:
     return set(re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", text, re.MULTILINE))
 
 
-def test_the_short_help_has_the_usual_flags_and_the_long_one_all(capsys: Capture) -> None:
+def test_the_short_help_has_the_usual_flags_and_the_long_one_all(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--task", "causal_lm", "--help"])
     usual = flags_in(capsys.readouterr().out)
     main(["--help-all"])
@@ -62,7 +62,7 @@ def test_the_short_help_has_the_usual_flags_and_the_long_one_all(capsys: Capture
         ("doctor", "json build"), ("switches", ""), ("explain", ""),
     ],
 )  # fmt: skip
-def test_commands_have_their_own_help(command: str, flags: str, capsys: Capture) -> None:
+def test_commands_have_their_own_help(command: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: rapidformer {command} ")
@@ -70,7 +70,7 @@ def test_commands_have_their_own_help(command: str, flags: str, capsys: Capture)
 
 
 @pytest.mark.parametrize("command", ["plan", "explain", "doctor"])
-def test_the_example_of_a_command_is_accepted(command: str, capsys: Capture) -> None:
+def test_the_example_of_a_command_is_accepted(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     main([command, "--help"])
     example = re.findall(r"^example: rapidformer (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert len(example) == 1
@@ -81,7 +81,7 @@ def test_the_example_of_a_command_is_accepted(command: str, capsys: Capture) -> 
         assert main(words) == 0
 
 
-def test_a_script_has_both_helps(capsys: Capture) -> None:
+def test_a_script_has_both_helps(capsys: pytest.CaptureFixture[str]) -> None:
     for word, has_all in (("--help", False), ("--help-all", True)):
         with pytest.raises(SystemExit, match="0"):
             parse([word], REGISTRY.options(), prog="mine.py", user=MyFlags)
@@ -91,7 +91,7 @@ def test_a_script_has_both_helps(capsys: Capture) -> None:
         assert ("--lr-power" in flags_in(text)) == has_all
 
 
-def test_plan_as_json(capsys: Capture) -> None:
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--device cpu --task pretraining --fsdp_memory_optimization --global-batch-size 8"
     assert main(f"plan --json --world-size 4 {words}".split()) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -103,7 +103,7 @@ def test_plan_as_json(capsys: Capture) -> None:
     assert "--json" not in plan["values"]
 
 
-def test_refused_plan_as_json(capsys: Capture, says: Says) -> None:
+def test_refused_plan_as_json(capsys: pytest.CaptureFixture[str], says: Says) -> None:
     words = "plan --tf32 --device cpu --epochs 1 --train-iters 2"
     says.command(words)
     assert capsys.readouterr().out == ""
@@ -117,7 +117,7 @@ def test_refused_plan_as_json(capsys: Capture, says: Says) -> None:
         assert error["works"]
 
 
-def test_plan_for_people(capsys: Capture) -> None:
+def test_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--device", "cpu", "--nproc-per-node", "2", "--task", "causal_lm", "--mixed-precision"]) == 0
     text = capsys.readouterr().out
     parts = ("chosen for task causal_lm", "mixed-precision → optimizer", "Finetuner", "ParallelEngine", "bf16", "note:")
@@ -125,7 +125,7 @@ def test_plan_for_people(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("code", ["rf002", "RF2", "2", "rf02"])
-def test_explain(code: str, capsys: Capture) -> None:
+def test_explain(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", code]) == 0
     text = capsys.readouterr().out
     assert text.startswith("RF002: ZeRO needs the Trainer template.")
@@ -136,7 +136,7 @@ def test_explain(code: str, capsys: Capture) -> None:
     ("words", "codes"),
     [("", {"RF002", "RF225"}), ("fsdp", {"RF035", "RF140"}), ("lora", {"RF120"}), ("Warmup", {"RF032"})],
 )
-def test_explain_lists_rules_by_title(words: str, codes: set[str], capsys: Capture) -> None:
+def test_explain_lists_rules_by_title(words: str, codes: set[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *words.split()]) == 0
     lines = capsys.readouterr().out.splitlines()
     titles = {rule.code: rule.title for rule in REGISTRY.all_rules}

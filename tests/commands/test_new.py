@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.commands.main import main
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KINDS = ("finetuner", "pretrainer", "trainer")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_script_is_planned_and_trains(kind: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_a_new_script_is_planned_and_trains(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     script = "tasks/reviews.py"
     assert main(["new", kind, script]) == 0

@@ -21,7 +21,7 @@ from rapidformer_templates.errors import ConfigError, Refused
 from rapidformer_templates.planning.config import RunConfig, settable_by_files, spelling, to_yaml
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
-from tests.support.messages import Capture, Says
+from tests.support.messages import Says
 
 jsonschema: Any = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install jsonschema")
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def test_trackers_in_small_and_capital_letters(value: Any) -> None:
     assert VALIDATOR.is_valid({"report-to": value}) == _parses(config, "report_to", value)
 
 
-def test_it_has_the_flags_of_a_script(capsys: Capture, says: Says) -> None:
+def test_it_has_the_flags_of_a_script(capsys: pytest.CaptureFixture[str], says: Says) -> None:
     assert main(["schema", "--user-script", str(ROOT / "examples/new/trainer.py")]) == 0
     own = json.loads(capsys.readouterr().out)["properties"]["width"]
     assert (own["minimum"], own["default"]) == (1, 64)
@@ -155,7 +155,7 @@ def test_a_command_written_as_a_file_is_the_same_command(tmp_path: Path) -> None
         assert _answer(["--config", str(file), *of_the_plan.split()]) == _answer(words), command
 
 
-def test_the_file_is_printed(tmp_path: Path, capsys: Capture) -> None:
+def test_the_file_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = tmp_path / "first.yaml"
     first.write_text("lr: 2e-4\nepochs: 3\ntf32: false\nsave-interval: 50\n", encoding="utf-8")
     words = ["plan", "--device", "cpu", "--config", str(first), "--train-iters", "9", "--mixed_precision", "--yaml"]
@@ -166,13 +166,13 @@ def test_the_file_is_printed(tmp_path: Path, capsys: Capture) -> None:
     )
 
 
-def test_no_file_of_a_command_that_is_refused(capsys: Capture, says: Says) -> None:
+def test_no_file_of_a_command_that_is_refused(capsys: pytest.CaptureFixture[str], says: Says) -> None:
     says.command("plan --device cpu --tf32 --yaml")
     assert capsys.readouterr().out == ""
     says.command("plan --device cpu --yaml --json")
 
 
-def test_the_file_of_a_script_leaves_out_what_stands_in_the_script(capsys: Capture) -> None:
+def test_the_file_of_a_script_leaves_out_what_stands_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
     script = str(ROOT / "examples/new/trainer.py")
     assert main(["plan", "--user-script", script, "--width", "8", "--device", "cpu", "--yaml"]) == 0
     assert capsys.readouterr().out == f"# python {script} --config FILE\ndevice: cpu\nwidth: 8\n"

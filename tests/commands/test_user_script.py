@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 
 from rapidformer_templates.commands.main import main
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 from tests.support.programs import run_script
 from tests.support.texts import write_jsonl
 
@@ -66,11 +66,11 @@ Counts.main(epochs=1, lr=1e-2)
 
 
 @pytest.fixture(autouse=True)
-def keeps_the_path(monkeypatch: Patch) -> None:
+def keeps_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def evaluated(capsys: Capture, *words: object) -> dict[str, float]:
+def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, float]:
     capsys.readouterr()
     assert main(["evaluate", *map(str, words), "--json"]) == 0
     metrics: dict[str, float] = json.loads(capsys.readouterr().out)
@@ -78,7 +78,7 @@ def evaluated(capsys: Capture, *words: object) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_script_with_its_own_model_and_data(tmp_path: Path, capsys: Capture, says: Says) -> None:
+def test_a_script_with_its_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says) -> None:
     """The averages are exported, and the best checkpoint is not the last one."""
     script, run, output = tmp_path / "own.py", tmp_path / "run", tmp_path / "out.jsonl"
     script.write_text(OWN)
@@ -111,7 +111,7 @@ def test_a_script_with_its_own_model_and_data(tmp_path: Path, capsys: Capture, s
 
 
 @pytest.mark.slow
-def test_a_script_with_its_own_metrics(tmp_path: Path, bert_folder: Path, capsys: Capture) -> None:
+def test_a_script_with_its_own_metrics(tmp_path: Path, bert_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They equal the metrics of the run, which trains adapters."""
     peft = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
     script, run, data = tmp_path / "counts.py", tmp_path / "run", tmp_path / "data"

@@ -20,6 +20,7 @@ from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import KEEP_FIRST, DeepJob, FallingMetric
+from tests.support.lines import Died
 from tests.support.parity import trained
 from tests.support.requests import codes
 from tests.support.worker_pool import run_in_workers
@@ -32,10 +33,6 @@ ENGINES = {
     "distributed": "--micro-batch-size 4 --use-distributed-optimizer",
 }
 NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in installed_packages(), reason="deepspeed is not installed")
-
-
-class Dies(Exception):
-    """Simulates the death of a run."""
 
 
 class Averaging(DeepJob):
@@ -161,9 +158,9 @@ def _dies(folder: Path | str, flags: str) -> None:
 
     def on_step_end(step: int, result: Any) -> None:
         if step == 3:
-            raise Dies
+            raise Died
 
-    with mock.patch.object(job, "on_step_end", on_step_end), pytest.raises(Dies):
+    with mock.patch.object(job, "on_step_end", on_step_end), pytest.raises(Died):
         job.fit()
 
 

@@ -20,7 +20,7 @@ from rapidformer_templates.data.tasks.language_models import CausalLM
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.label_use import LENGTH, LabelUse, can_be_tried, label_use
 from tests.support.architectures import IDS, SIZES, tiny
-from tests.support.messages import Capture, Says
+from tests.support.messages import Says
 from tests.support.selection import by_default
 from tests.support.texts import WORDS, write_jsonl
 
@@ -183,7 +183,7 @@ def test_a_model_that_looks_ahead_is_refused(flags: Callable[..., list[str]], sa
         _Bart(flags("xlm")).fit()
 
 
-def test_an_own_loss_is_told(flags: Callable[..., list[str]], capsys: Capture) -> None:
+def test_an_own_loss_is_told(flags: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     class Own(_Bart):
         def compute_loss(self, model: Any, batch: Any) -> Any:
             return model(**batch).loss

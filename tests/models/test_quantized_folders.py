@@ -27,7 +27,7 @@ from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.loading import read_weights
-from tests.support.messages import Capture, Says
+from tests.support.messages import Says
 from tests.support.preference_runs import pretrained, words
 from tests.support.texts import write_jsonl
 
@@ -85,7 +85,7 @@ def codes(root: Path) -> Path:
     return root / "codes"
 
 
-def test_the_way_out_is_the_model_in_4_bits(root: Path, codes: Path, capsys: Capture) -> None:
+def test_the_way_out_is_the_model_in_4_bits(root: Path, codes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of bitsandbytes can be evaluated. Its weights, dequantized as the manual says, are the same model."""
     manual = (Path(__file__).parents[2] / "docs/adapters.md").read_text()
     (program,) = (part.partition("```")[0] for part in manual.split("```python\n")[1:] if "dequantize" in part)

@@ -12,7 +12,7 @@ from rapidformer_templates import Trainer, compose
 from rapidformer_templates.errors import ConfigError, ModelError
 from rapidformer_templates.models.architectures import choose_frequencies, notes_about_frequencies
 from tests.support.jobs import CausalJob
-from tests.support.messages import Capture, Says
+from tests.support.messages import Says
 from tests.support.parity import trained
 
 LIMIT, LENGTH = 16, 40
@@ -70,7 +70,7 @@ def curve(job: type[Trainer], *flags: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("micro_batch", ["8", "1"])
-def test_the_loss_does_not_depend_on_the_micro_batch(micro_batch: str, capsys: Capture) -> None:
+def test_the_loss_does_not_depend_on_the_micro_batch(micro_batch: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = curve(Phi3Job, "--micro-batch-size", micro_batch, "--seq-length", str(LENGTH))
     wanted = curve(LongJob, "--micro-batch-size", "8", "--seq-length", str(LENGTH))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import resolve
 from tests.support import lines
 from tests.support.lines import FLAGS
-from tests.support.messages import Capture, Says
+from tests.support.messages import Says
 from tests.support.requests import CPU, codes
 
 OF = "_memory_optimization"
@@ -52,7 +52,7 @@ def test_what_belongs_to_a_folder_is_refused_without_one(flag: str) -> None:
     assert codes(f"--save DIR {flag} --lr 1 --epochs 1", training=True) == []
 
 
-def test_a_plan_may_leave_open_where_to(capsys: Capture) -> None:
+def test_a_plan_may_leave_open_where_to(capsys: pytest.CaptureFixture[str]) -> None:
     assert codes("--lr 1 --epochs 1", training=False) == []
     assert codes("--save DIR --no-save", training=False) == ["RF100"]
     assert main(["plan", "--lr", "1", "--epochs", "1"]) == 0

@@ -13,7 +13,7 @@ import torch
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.environment import detect, detect_accelerator, detect_gpu
-from tests.support.messages import Patch, Says
+from tests.support.messages import Says
 
 SOURCES = Path(environment.__file__).parents[1]
 OF_ONE_KIND = {"commands/doctor.py", "switches/fused_loss/transform.py", "switches/onnx_runtime/backend.py"}
@@ -26,7 +26,7 @@ def afresh() -> Any:
     detect_accelerator.cache_clear()
 
 
-def _machine(monkeypatch: Patch, *, gpu: tuple[int, int] | None = None, other: str | None = None) -> None:
+def _machine(monkeypatch: pytest.MonkeyPatch, *, gpu: tuple[int, int] | None = None, other: str | None = None) -> None:
     monkeypatch.setattr(environment, "detect_gpu", lambda: gpu)
     found = None if other is None else torch.device(other)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
@@ -46,14 +46,14 @@ def _machine(monkeypatch: Patch, *, gpu: tuple[int, int] | None = None, other: s
     ],
 )
 def test_the_device_is_what_torch_can_use(
-    gpu: Any, other: Any, asked: str, device: str, capability: Any, seen: bool, monkeypatch: Patch
+    gpu: Any, other: Any, asked: str, device: str, capability: Any, seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _machine(monkeypatch, gpu=gpu, other=other)
     found = detect("Trainer", "default", device=asked)
     assert (found.device, found.compute_capability, found.has_device) == (device, capability, seen)
 
 
-def test_what_a_package_makes_known_is_a_device(monkeypatch: Patch, says: Says) -> None:
+def test_what_a_package_makes_known_is_a_device(monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     _machine(monkeypatch)
     for device in ("brand", "gpu", "cuda:1", "cudo"):
         with says(ConfigError):
@@ -69,7 +69,7 @@ class _Brand:
 
 @pytest.mark.parametrize(("version", "asks"), [("2.13.0+rocm7.1", True), ("2.13.0+xpu", True), ("2.13.0+cpu", False)])
 def test_torch_is_imported_only_where_its_build_says_that_there_may_be_another(
-    version: str, asks: bool, monkeypatch: Patch
+    version: str, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "version_of_package", lambda name: version)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **unused: ())

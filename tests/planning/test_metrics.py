@@ -15,7 +15,7 @@ from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.tasks import METRICS_OF_PROBLEM, TASKS, direction_of
 from tests.support import scored
-from tests.support.messages import Capture, Says
+from tests.support.messages import Says
 
 FLAGS = ["--lr", "0.1", "--micro-batch-size", "5", "--train-iters", "4", "--eval-interval", "1", "--keep-best"]
 
@@ -68,7 +68,7 @@ def test_nan_is_no_best(scores: tuple[float, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_best_where_all_are_nan(tmp_path: Path, capsys: Capture) -> None:
+def test_nothing_is_best_where_all_are_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert best_of(tmp_path / "run", "--metric-for-best", "wer", scores=(math.nan,) * 4) is None
     assert "the wer of step 1 is nan: not a new best" in capsys.readouterr().err
 
@@ -136,7 +136,7 @@ class OwnMetrics(Scored):
 
 @pytest.mark.slow
 def test_the_loss_stands_for_a_metric_that_the_users_own_function_does_not_give(
-    tmp_path: Path, capsys: Capture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*FLAGS, "--task", "sequence_classification", "--model-type", "bert", "--save", str(tmp_path / "run")]
     summary = OwnMetrics([*flags, "--save-interval", "1"]).fit()

@@ -14,14 +14,14 @@ from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flag_values import TrackerNames, chosen_trackers
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import resolve
-from tests.support.messages import Patch, Says
+from tests.support.messages import Says
 from tests.support.requests import CPU, GPUS, codes, config_of, on, refusal
 
 BARE = on(GPUS, packages={})
 EPOCHS = "--lr 5e-5 --epochs 3 --micro-batch-size 4 --global-batch-size 16 --no-save"
 STREAMED = "--task causal_lm --streaming"
 CASES: list[tuple[str, Environment]] = [
-    # A script is told to change its base class.
+    # For a script, the advice is to change its base class
     ("--config run.yaml", on(GPUS, template="Finetuner", template_origin="train.py:8")),
     # The nearest values that work
     ("--micro-batch-size 4 --global-batch-size 20", CPU),
@@ -53,7 +53,9 @@ def in_words(value: str | Environment) -> str:
 
 
 @pytest.mark.parametrize(("flags", "place"), CASES, ids=in_words)
-def test_what_a_refusal_says(flags: str, place: Environment, tmp_path: Path, monkeypatch: Patch, says: Says) -> None:
+def test_what_a_refusal_says(
+    flags: str, place: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("# my run\nlr: 3e-5\nzero-3-memory-optimization: true\n")
     assert "aot_eager" in BACKENDS

@@ -50,7 +50,6 @@ INTERLEAVED = "pipeline-parallel, interleaved"
 FLAGS = {name: " ".join(found.flags) for name, found in LAYOUTS.items()}
 FLAGS[INTERLEAVED] = f"{FLAGS['pipeline-parallel']} --virtual-pipeline-size 2"
 WORLDS = {name: found.world for name, found in LAYOUTS.items()} | {INTERLEAVED: 2}
-DIVIDING = ("pipeline-parallel", "tensor-parallel + pipeline-parallel", INTERLEAVED)
 
 
 def _is_accepted(kind: str, layout: str) -> bool:

@@ -1,4 +1,4 @@
-"""Adapters trained by a loop over peft's model, and the values that codes of fewer bits stand for."""
+"""Adapters trained by a loop over peft's model, and weights read from codes of fewer bits."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ GATHER, REDUCE, SUM = "_allgather_base_", "_reduce_scatter_base_", "allreduce_" 
 
 
 class Sent(TorchDispatchMode):
-    """What this worker has sent since the last step.
+    """Counts the messages of this worker since the last step.
 
     Attributes:
         messages: number of messages by (name, workers that take part).

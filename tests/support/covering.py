@@ -72,7 +72,8 @@ def _fits(name: str, row: list[str], missing: Collection[Pair]) -> bool:
     """Whether a row may grow by a switch without becoming slow."""
     longer = [*row, name]
     slow = pairs_of(longer) & SLOW
-    if slow and (len(longer) > 4 or not slow - pairs_of(row) <= set(missing)):
+    covered = slow - pairs_of(row) - set(missing)
+    if covered or (slow and len(longer) > 4):
         return False
     before, after = smallest(row), smallest(longer)
     if before is None or after is None:

@@ -175,6 +175,15 @@ class WideJob(CausalJob):
         return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **dropouts))
 
 
+class HalfFrozenJob(ClassJob):
+    """The first of its two blocks is frozen."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        model.bert.encoder.layer[0].requires_grad_(False)
+        return model
+
+
 class UnreachedJob(CausalJob):
     def make(self) -> torch.nn.Module:
         model = super().make()
@@ -203,6 +212,7 @@ JOBS: dict[str, type[_Job]] = {"causal": CausalJob, "masked": MaskedJob, "classi
 OTHERS: dict[str, type[_Job]] = {
     "deep": DeepJob,
     "frozen": FrozenJob,
+    "half-frozen": HalfFrozenJob,
     "wide": WideJob,
     "unreached": UnreachedJob,
     "broken": BrokenJob,

@@ -1,4 +1,4 @@
-"""What errors say, in one file per folder of tests. ``--write-messages`` writes the files, and a review reads the diff.
+"""Messages of errors, in one file per folder of tests. ``--write-messages`` writes them, and a review reads the diff.
 
 A test names the situation only::
 
@@ -24,9 +24,6 @@ from filelock import FileLock
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import RapidformerError
-
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 FILE = "messages.txt"
 HEAD = "#### "

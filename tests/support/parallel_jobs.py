@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tests.support.jobs import OTHERS, VOCABULARY, _Job
+from tests.support.lines import Died
 from tests.support.parity import train
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "max_position_embeddings": 64}
@@ -150,10 +151,6 @@ OTHERS |= JOBS | {"frozen-8": Frozen, "unreached-4": Unreached, "own-loss": OwnL
 def train_all(workers: Any, cases: dict[str, tuple[str, bool, str]]) -> dict[str, Any]:
     """Train the cases ``{name: (job, double, flags)}``."""
     return {name: train(*case) for name, case in cases.items()}
-
-
-class Died(Exception):
-    """Simulates the death of a run."""
 
 
 def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> list[tuple[float, float]]:

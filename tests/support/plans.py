@@ -1,4 +1,4 @@
-"""What ``rapidformer plan --json`` prints."""
+"""The output of ``rapidformer plan --json``."""
 
 from __future__ import annotations
 

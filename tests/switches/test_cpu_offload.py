@@ -20,7 +20,6 @@ from rapidformer_templates.planning.plan import EngineOptions
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.dropout_runs import assert_same, run
-from tests.support.jobs import OTHERS, ClassJob
 from tests.support.parity import Trained, assert_follows, observed, reference, train
 from tests.support.requests import CPU, GPUS, config_of
 from tests.support.selection import by_default
@@ -38,16 +37,6 @@ def _elsewhere() -> Any:
 def elsewhere() -> Iterator[None]:
     with _elsewhere():
         yield
-
-
-class HalfFrozenJob(ClassJob):
-    def make(self) -> torch.nn.Module:
-        model = super().make()
-        model.bert.encoder.layer[0].requires_grad_(False)
-        return model
-
-
-OTHERS["half-frozen"] = HalfFrozenJob
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from rapidformer_templates.errors import Interrupted
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.processes import StopRequest
 from tests.support.lines import FLAGS, Line
-from tests.support.messages import Capture, Patch
 from tests.support.programs import is_running, wait_until
 
 LAUNCHER = """
@@ -191,7 +190,7 @@ def test_ctrl_c_while_workers_import_is_no_stack_trace(start: Callable[..., Run]
     assert run.process.returncode == 130
 
 
-def test_ctrl_c_during_imports_is_a_line(monkeypatch: Patch, capsys: Capture) -> None:
+def test_ctrl_c_during_imports_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     interrupted = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(cli, "train", interrupted)
     assert cli.main(["--task", "causal_lm"]) == 130
@@ -223,7 +222,9 @@ def test_a_request_says_what_is_true_in_its_phase() -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_request_in_the_export_goes_on_from_the_last_step(saves: bool, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_request_in_the_export_goes_on_from_the_last_step(
+    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = [*FLAGS, "--epochs", "1", *(["--save", str(tmp_path / "run")] if saves else ["--no-save"])]
     monkeypatch.setattr(
         "rapidformer_templates.run.fit.summarise", lambda *parts: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(1)

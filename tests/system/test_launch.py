@@ -23,7 +23,7 @@ from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system import launch, processes
 from rapidformer_templates.system.processes import Failure, WorkerOutput
 from tests.support.jobs import ClassJob
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 from tests.support.programs import run_script, wait_until
 from tests.support.worker_pool import end_pool, new_process
 
@@ -60,7 +60,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def told(capfd: Capture, monkeypatch: Patch) -> Capture:
+def told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
     """Capture the output of workers that start as in a new program, without the calls of earlier tests."""
     end_pool()
     monkeypatch.setattr(scripts, "_outcomes", [])
@@ -94,7 +94,7 @@ def test_killed_worker_is_named() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("how", "message"), [("FAIL", "ValueError: a bug in a hook"), ("KILL", "killed by SIGKILL")])
 def test_error_of_one_worker_of_a_script_ends_all_and_is_told_once(
-    how: str, message: str, script: Path, tmp_path: Path, monkeypatch: Patch, told: Any
+    how: str, message: str, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any
 ) -> None:
     monkeypatch.setenv(how, "1")
     folder = ["--save", str(tmp_path / "run")]
@@ -106,7 +106,9 @@ def test_error_of_one_worker_of_a_script_ends_all_and_is_told_once(
 
 @pytest.mark.longer
 @pytest.mark.distributed
-def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path, monkeypatch: Patch, told: Capture) -> None:
+def test_sigterm_saves_and_resume_goes_on(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("NAP", "0.1")
     folder = tmp_path / "run"
     flags = ["--train-iters", "40", "--save", str(folder), "--nproc-per-node", "2", "--no-export-model"]
@@ -129,7 +131,9 @@ def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path, monkeypa
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 41))
 
 
-def test_port_in_use_is_found_before_a_worker_starts(script: Path, tmp_path: Path, capsys: Capture, says: Says) -> None:
+def test_port_in_use_is_found_before_a_worker_starts(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -158,14 +162,16 @@ def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
     assert "already holds a run" in done.stderr
 
 
-def test_another_number_of_workers_than_the_launchers_is_refused(monkeypatch: Patch, says: Says) -> None:
+def test_another_number_of_workers_than_the_launchers_is_refused(monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with says(ConfigError):
         join_and_train(ClassJob(lr=1e-3, micro_batch_size=2, nproc_per_node=3))
 
 
-def test_second_run_does_not_overwrite_the_first(script: Path, tmp_path: Path, capsys: Capture, says: Says) -> None:
+def test_second_run_does_not_overwrite_the_first(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says
+) -> None:
     folder = tmp_path / "run"
     flags = ["--train-iters", "2", "--save", str(folder)]
     ClassJob(flags, lr=1e-3, micro_batch_size=2).fit()
@@ -210,7 +216,9 @@ sys.exit(3)
 """
 
 
-def test_a_worker_that_waits_for_one_that_never_came_is_killed_soon(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_worker_that_waits_for_one_that_never_came_is_killed_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A connection in C++ does not react to SIGTERM. With the grace of a save, the worker would end on its own."""
     monkeypatch.setattr(processes, "HANG_GRACE", 0.1)
     command = [sys.executable, "-S", "-c", UNMET, str(tmp_path / "deaf")]
@@ -219,7 +227,9 @@ def test_a_worker_that_waits_for_one_that_never_came_is_killed_soon(tmp_path: Pa
     assert [failure.status for failure in workers.failures()] == [3, -signal.SIGKILL]
 
 
-def test_a_character_that_comes_in_two_pieces_is_printed_whole(tmp_path: Path, capsys: Capture) -> None:
+def test_a_character_that_comes_in_two_pieces_is_printed_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     printed = WorkerOutput(tmp_path)
     for piece in (b"caf\xc3", b"\xa9 \xff\n"):
         printed.stdout.write(piece)
@@ -229,7 +239,9 @@ def test_a_character_that_comes_in_two_pieces_is_printed_whole(tmp_path: Path, c
     assert capsys.readouterr().out == "café \ufffd\n"
 
 
-def test_an_error_counts_from_its_start_and_not_from_its_report(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_an_error_counts_from_its_start_and_not_from_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The peers of a worker fail as soon as it closes its connections, and may report that before the worker does."""
     monkeypatch.setenv(processes.ERROR_FILE, str(tmp_path / "error.json"))
     monkeypatch.setattr(os, "_exit", lambda status: None)

@@ -23,7 +23,7 @@ from rapidformer_templates.system import launch, rendezvous
 from rapidformer_templates.system.launch import reserved_port, run_workers
 from rapidformer_templates.system.workers import join
 from tests.support.lines import FLAGS, Line
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 
 LOCAL = {"127.0.0.1", "::1"}
 
@@ -57,7 +57,7 @@ def listened_on() -> set[str]:
 
 
 @pytest.fixture
-def alone_at(monkeypatch: Patch) -> Iterator[int]:
+def alone_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A port at which this process is the only worker of a run."""
     with reserved_port() as port:
         variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -70,7 +70,9 @@ def alone_at(monkeypatch: Patch) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
-def test_the_store_listens_on_the_named_interface_only(address: str, alone_at: int, monkeypatch: Patch) -> None:
+def test_the_store_listens_on_the_named_interface_only(
+    address: str, alone_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", address)
     before = listened_on()
     assert before <= LOCAL
@@ -101,7 +103,9 @@ def test_no_local_worker_can_be_reached_from_another_machine() -> None:
     run_workers([sys.executable, "-c", WORKER], 2, more={"PYTHONPATH": os.pathsep.join(sys.path)})
 
 
-def test_nobody_listens_where_the_workers_meet(alone_at: int, monkeypatch: Patch, capfd: Capture, says: Says) -> None:
+def test_nobody_listens_where_the_workers_meet(
+    alone_at: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], says: Says
+) -> None:
     monkeypatch.setenv("RANK", "1")
     with says(WorkerFailed, PORT=alone_at):
         rendezvous.open_store(timedelta(seconds=10))
@@ -110,7 +114,7 @@ def test_nobody_listens_where_the_workers_meet(alone_at: int, monkeypatch: Patch
     assert len(said.splitlines()) == 2
 
 
-def test_a_worker_that_does_not_come_is_named(alone_at: int, monkeypatch: Patch, says: Says) -> None:
+def test_a_worker_that_does_not_come_is_named(alone_at: int, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
 
     def come(store: TCPStore, world: int, where: str) -> None:
@@ -142,7 +146,7 @@ def test_a_port_in_use_is_named(alone_at: int, says: Says) -> None:
     ],
 )
 def test_a_host_name_of_the_loopback_is_refused_with_several_nodes(
-    variables: dict[str, str], refused: bool, monkeypatch: Patch
+    variables: dict[str, str], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -175,14 +179,14 @@ def in_words(variables: dict[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in variables.items())
 
 
-def set_all(monkeypatch: Patch, variables: dict[str, str]) -> None:
+def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("variables", IGNORED, ids=in_words)
 def test_an_incomplete_set_is_ignored_with_a_note(
-    variables: dict[str, str], monkeypatch: Patch, capsys: Capture
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_all(monkeypatch, variables)
     job = Line(ALONE)
@@ -197,7 +201,7 @@ def test_an_incomplete_set_is_ignored_with_a_note(
 
 @pytest.mark.parametrize("variables", IMPOSSIBLE, ids=in_words)
 def test_a_complete_but_impossible_set_is_refused(
-    variables: dict[str, str], monkeypatch: Patch, capsys: Capture
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_all(monkeypatch, variables)
     told = f"error: no launcher sets {in_words(variables)}\n  where  the environment\n  help   ranks count from 0"
@@ -216,7 +220,7 @@ def test_a_complete_but_impossible_set_is_refused(
         assert told in capsys.readouterr().err
 
 
-def test_a_complete_set_makes_a_worker(monkeypatch: Patch) -> None:
+def test_a_complete_set_makes_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {"RANK": "5", "WORLD_SIZE": " 8"})
     assert launched() == Launched(rank=5, world=8, local_rank=0, local_world=8)
     set_all(monkeypatch, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
@@ -226,7 +230,7 @@ def test_a_complete_set_makes_a_worker(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize("address", [":1", "127.0.0.1:", "127.0.0.1:none", "127.0.0.1:0", "127.0.0.1:70000"])
-def test_an_address_that_is_none_is_refused(address: str, monkeypatch: Patch, says: Says) -> None:
+def test_an_address_that_is_none_is_refused(address: str, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     variables = dict(zip(("MASTER_ADDR", "MASTER_PORT"), address.split(":"), strict=True))
     set_all(monkeypatch, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", **variables})
     with says(ConfigError), join("cpu"):
@@ -237,7 +241,9 @@ def test_an_address_that_is_none_is_refused(address: str, monkeypatch: Patch, sa
     ("name", "launcher"),
     [("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun"), ("PMI_SIZE", "mpiexec")],
 )
-def test_processes_of_a_launcher_that_connects_none_are_told_so(name: str, launcher: str, monkeypatch: Patch) -> None:
+def test_processes_of_a_launcher_that_connects_none_are_told_so(
+    name: str, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for count, is_told in (("4", True), ("1", False), ("many", False)):
         monkeypatch.setenv(name, count)
         notes = " ".join(Trainer([*ALONE, "--task", "causal_lm"]).plan.notes)

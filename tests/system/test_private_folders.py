@@ -25,7 +25,7 @@ from rapidformer_templates.system.files import (
     try_writing,
     write_private,
 )
-from tests.support.messages import Patch, Says
+from tests.support.messages import Says
 from tests.support.programs import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ run_workers([sys.executable, "-c", "import time; time.sleep(60)"], 1, shown=True
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: Patch) -> Path:
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for temporary files of this process and of those that it starts."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -88,7 +88,7 @@ def test_the_rest_of_a_folder_is_removed_whenever_its_launcher_was_killed(
 
 
 def test_a_folder_that_another_launcher_removes_before_it_is_locked_is_made_again(
-    temporary: Path, monkeypatch: Patch
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flock, first = fcntl.flock, list[str]()
 
@@ -129,7 +129,7 @@ class Payload:
 
 @pytest.mark.parametrize("place", ["file", "folder", "owner"])
 def test_a_template_that_others_could_have_written_is_not_unpickled(
-    place: str, temporary: Path, monkeypatch: Patch, says: Says
+    place: str, temporary: Path, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(launch_from_python.launch, "report_errors", lambda body: body())

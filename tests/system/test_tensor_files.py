@@ -13,7 +13,6 @@ from torch import nn
 
 from rapidformer_templates.system import tensor_files
 from rapidformer_templates.system.tensor_files import TensorFiles
-from tests.support.messages import Patch
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool)
 
@@ -24,7 +23,7 @@ def _tensors() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("file_bytes", [64, 1 << 26])
-def test_stored_tensors_equal_the_originals(file_bytes: int, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_stored_tensors_equal_the_originals(file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_files, "FIRST_FILE", file_bytes)
     originals = _tensors()
     with TensorFiles(tmp_path) as files:
@@ -71,7 +70,7 @@ def test_results_of_functions_are_stored(tmp_path: Path) -> None:
         assert torch.equal(torch.cat([left, right], dim=1), stored)
 
 
-def test_file_systems_without_shared_mappings(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_file_systems_without_shared_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as network file systems that cannot write through a mapping."""
     real = mmap.mmap
 

@@ -20,7 +20,7 @@ from rapidformer_templates.switches.auto_strategy.results import Rejected, Searc
 from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
 from rapidformer_templates.system.terminal import ProgressBar, console
 from tests.support.lines import FLAGS, Line
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "src").rglob("*.py"))
@@ -44,7 +44,7 @@ def test_every_console_and_text_column_leaves_brackets_alone() -> None:
     assert [place for path in FILES for place in _markup_in(path)] == []
 
 
-def test_tables_print_brackets(capsys: Capture) -> None:
+def test_tables_print_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("[heading]", title=f"title {BRACKETS}")
     table.add_row(f"cell {BRACKETS}")
     console(piped_width=100).print(table, f"text {BRACKETS}")
@@ -53,20 +53,20 @@ def test_tables_print_brackets(capsys: Capture) -> None:
     assert "[heading]" in text
 
 
-def test_the_search_shows_why_a_package_is_needed(capsys: Capture) -> None:
+def test_the_search_shows_why_a_package_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     result = SearchResult((), (Rejected(Layout(), f"a package is missing: {BRACKETS}"),), ModelTotals(1, 1, True, True))
     command.show_rejected(result, console(piped_width=140))
     assert BRACKETS in capsys.readouterr().out
 
 
-def test_a_plan_shows_paths_with_brackets(capsys: Capture) -> None:
+def test_a_plan_shows_paths_with_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--task", "causal_lm", "--device", "cpu", "--data-dir", "runs[old]", "--save", "a/[b]"]) == 0
     text = capsys.readouterr().out
     assert "runs[old]" in text
     assert "a/[b]" in text
 
 
-def _ascii_output(monkeypatch: Patch, *words: str) -> str:
+def _ascii_output(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
     """Return what a command prints on a terminal that knows only ASCII."""
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     with monkeypatch.context() as patch:
@@ -85,18 +85,20 @@ def _ascii_output(monkeypatch: Patch, *words: str) -> str:
         (["plan", "--model-type", "gpt2", "--device", "cpu"], "1 = tensor 1 \\u00d7 pipeline 1"),
     ],
 )
-def test_characters_that_a_terminal_lacks_are_escaped(words: list[str], printed: str, monkeypatch: Patch) -> None:
+def test_characters_that_a_terminal_lacks_are_escaped(
+    words: list[str], printed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert printed in _ascii_output(monkeypatch, *words)
 
 
-def test_what_programs_read_stays_readable(monkeypatch: Patch, capsys: Capture) -> None:
+def test_what_programs_read_stays_readable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert json.loads(_ascii_output(monkeypatch, "schema")) == json.loads(capsys.readouterr().out)
     text = _ascii_output(monkeypatch, "plan", "--yaml", "--model-type", "gpt2", "--data-dir", "Übung 🙂")
     assert yaml.safe_load(text)["data-dir"] == "Übung 🙂"
 
 
-def test_a_script_prints_its_results_on_such_a_terminal(monkeypatch: Patch) -> None:
+def test_a_script_prints_its_results_on_such_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     monkeypatch.setattr(sys, "stdout", terminal)
     Line([*FLAGS, "--train-iters", "1", "--no-save"])
@@ -108,7 +110,9 @@ def test_a_script_prints_its_results_on_such_a_terminal(monkeypatch: Patch) -> N
 LONG = "a" * 300
 
 
-def test_a_name_that_is_too_long_is_named(monkeypatch: Patch, capsys: Capture, says: Says) -> None:
+def test_a_name_that_is_too_long_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Says
+) -> None:
     for words in (
         "--task causal_lm --lr 1 --train-iters 1 --model-type gpt2 --save", "--config", "--user-script", "evaluate",
         "--task causal_lm --pretrained-model-name-or-path",
@@ -125,7 +129,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def terminal_of(monkeypatch: Patch) -> Terminal:
+def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Replace standard error from here on. pytest replaces it between a fixture and its test."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
@@ -135,7 +139,7 @@ def terminal_of(monkeypatch: Patch) -> Terminal:
 
 
 @pytest.mark.parametrize(("counted", "shown"), [(True, "3/4"), (False, "75%")])
-def test_all_that_was_done_is_shown(monkeypatch: Patch, counted: bool, shown: str) -> None:
+def test_all_that_was_done_is_shown(monkeypatch: pytest.MonkeyPatch, counted: bool, shown: str) -> None:
     terminal = terminal_of(monkeypatch)
     asked: list[int] = []
     with ProgressBar("training", 4, done=1, show_count=counted) as bar:
@@ -146,7 +150,7 @@ def test_all_that_was_done_is_shown(monkeypatch: Patch, counted: bool, shown: st
     assert shown in terminal.getvalue()
 
 
-def test_text_is_asked_for_when_it_is_shown(monkeypatch: Patch) -> None:
+def test_text_is_asked_for_when_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch)
     monkeypatch.setattr("rapidformer_templates.system.terminal.REFRESH_SECONDS", 0.0)
     with ProgressBar("training", 2) as bar:
@@ -156,7 +160,7 @@ def test_text_is_asked_for_when_it_is_shown(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_nothing_where_nobody_looks(monkeypatch: Patch, is_terminal: bool) -> None:
+def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     terminal = terminal_of(monkeypatch)
     monkeypatch.setattr(terminal, "isatty", lambda: is_terminal)
     with ProgressBar("training", 2, show=not is_terminal) as bar:

@@ -225,10 +225,10 @@ def apply(request: Request, changes: Iterable[Change], registry: Registry) -> Re
 
 
 def to_suggestion(path: Sequence[Change], request: Request) -> Suggestion:
-    """Format the changes as text. A whole command comes first, and removed flags come last, those that were given."""
+    """Format the changes as text. A whole command comes first, and removed flags come last, if they were given."""
     parts = [change.describe.partition(WITHOUT) for change in path]
-    values = [pair for change in path for pair in change.values.items()]
-    absent = {spelling(name) for name, value in values if request.config.get(name) == value}
+    given, values = request.config.origins, [pair for change in path for pair in change.values.items()]
+    absent = {spelling(name) for name, value in values if name not in given and request.config.get(name) == value}
     removals = " ".join(flag for _, _, off in parts for flag in off.split() if flag not in absent)
     additions = sorted((on.strip() for on, _, _ in parts if on), key=lambda on: on.startswith("--"))
     notes = dict.fromkeys(change.note for change in path if change.note)

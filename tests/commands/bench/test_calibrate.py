@@ -21,7 +21,6 @@ from rapidformer_templates.switches.auto_strategy.device_file import (
 )
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.system.workers import Workers
-from tests.support.messages import Capture, Patch
 from tests.support.selection import by_default
 
 ALONE = Workers(0, 0, 1, torch.device("cpu"))
@@ -60,7 +59,7 @@ class Clock(Stopwatch):
         return 2e-5 + 2 * left[0] * left[1] * right[-1] / 0.1e12
 
 
-def test_the_rates_of_products_are_recovered(monkeypatch: Patch) -> None:
+def test_the_rates_of_products_are_recovered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "OPERAND_BYTES", 1)
     monkeypatch.setattr(calibrate, "ATTENTION", {"cpu": ((1, 1, 8, 4), (1, 1, 16, 4))})
     found = calibrate._precision_rates(Clock(), "fp32", 0)
@@ -68,7 +67,7 @@ def test_the_rates_of_products_are_recovered(monkeypatch: Patch) -> None:
     assert found.kernel_seconds == pytest.approx(2e-5)
 
 
-def test_a_gpu_is_rated_by_its_waves_of_tiles(monkeypatch: Patch) -> None:
+def test_a_gpu_is_rated_by_its_waves_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred full tiles on a hundred multiprocessors are one wave, and two hundred are two."""
     monkeypatch.setattr(calibrate, "OPERAND_BYTES", 1)
     monkeypatch.setattr(calibrate, "PRODUCTS", {"cpu": ((2560, 64, 1280), (5120, 64, 1280))})
@@ -101,7 +100,7 @@ def test_the_reference_model_is_predicted_in_each_layout(precision: str, tmp_pat
 
 
 @pytest.mark.longer
-def test_a_calibration_measures_everything(tmp_path: Path, capsys: Capture) -> None:
+def test_a_calibration_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "device.json"
     words = f"calibrate --device cpu --workers 2 1 --seconds 0.001 --output {file}"
     assert main(words.split()) == 0

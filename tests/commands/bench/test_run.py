@@ -16,7 +16,7 @@ from rapidformer_templates.commands.bench.cli import SCALES, main
 from rapidformer_templates.commands.bench.flops import training_flops
 from rapidformer_templates.commands.bench.models import cpu_is_fast_at_bf16, fast_precision
 from rapidformer_templates.commands.bench.run import figures_of
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 from tests.support.texts import write_jsonl
 
 TINY = ["mfu", "--scale", "tiny", "--device", "cpu", "--turns", "2"]
@@ -39,7 +39,7 @@ def test_one_configuration_is_measured(tmp_path: Path, bert_folder: Path) -> Non
     assert result["flags"] == flags
 
 
-def test_a_model_of_known_size_is_measured(tmp_path: Path, capsys: Capture) -> None:
+def test_a_model_of_known_size_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--steps-a-turn", "2", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "mfu.json").read_text())
     # A GPT of 2 layers and width 32: blocks of 12 h² + 13 h, tables of 128 words and 16 positions, and the last norm.
@@ -78,7 +78,7 @@ def test_the_warm_up_does_not_count_and_utilisation_is_that_of_each_turn() -> No
 
 @pytest.mark.parametrize(("instructions", "precision"), [({"avx512_bf16": True}, "bf16"), ({"avx2": True}, "fp32")])
 def test_a_cpu_computes_in_bf16_where_it_has_instructions_for_it(
-    instructions: dict[str, bool], precision: str, monkeypatch: Patch
+    instructions: dict[str, bool], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
     monkeypatch.setattr(models, "cpu_is_fast_at_bf16", cpu_is_fast_at_bf16.__wrapped__)

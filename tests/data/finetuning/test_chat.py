@@ -22,7 +22,7 @@ from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.finetuning.chat_samples import NO_END_NOTE, ChatTemplate, encode
 from rapidformer_templates.data.tasks.language_models import CausalLM
 from rapidformer_templates.errors import DataError
-from tests.support.messages import Capture, Says
+from tests.support.messages import Says
 from tests.support.texts import WORDS, Load, write_jsonl
 
 CHATML = (
@@ -371,7 +371,7 @@ def _words(draw: np.random.Generator) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
-def test_black_box_run(tmp_path: Path, gpt_folder: Path, packed: bool, capsys: Capture) -> None:
+def test_black_box_run(tmp_path: Path, gpt_folder: Path, packed: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """The exported folder generates with the chat template of the training, and its loss equals the reported loss."""
     draw = np.random.default_rng(3)
     talks = [_talk(*(_words(draw) for _ in range(2 + 2 * (i % 2)))) for i in range(40)]

@@ -16,7 +16,7 @@ from rapidformer_templates.data.finetuning.locating import locate
 from rapidformer_templates.data.finetuning.tables import read_dataset, read_part
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
-from tests.support.messages import Patch, Says
+from tests.support.messages import Says
 from tests.support.texts import Configure, Load, write_jsonl
 
 COUNTS = {"train": 7, "validation": 3, "test": 2}
@@ -152,7 +152,7 @@ class OfTheHub(datasets.GeneratorBasedBuilder):  # type: ignore[misc]
 
 
 @pytest.fixture
-def cached(tmp_path: Path, monkeypatch: Patch) -> Path:
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a cache written by datasets, with two configurations of one set, and another set."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
@@ -217,7 +217,7 @@ def test_all_shards_in_the_order_of_their_names(configure: Configure, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["folders", "card", "saved", "cached"])
 def test_two_names_for_one_part_are_refused(
-    configure: Configure, tmp_path: Path, kind: str, monkeypatch: Patch, says: Says
+    configure: Configure, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
     monkeypatch.setitem(COUNTS, "dev", 4)
     given = {"data_dir": str(tmp_path)}

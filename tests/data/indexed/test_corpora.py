@@ -27,7 +27,7 @@ from rapidformer_templates.data.text.files import text_files
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.model_files import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
-from tests.support.messages import Patch, Says
+from tests.support.messages import Says
 from tests.support.texts import DOCUMENTS, Configure, write_jsonl
 from tests.support.worker_pool import new_process
 
@@ -153,7 +153,7 @@ def test_every_format_gives_the_same_tokens(
 
 
 def test_the_cache_is_used_again_and_made_anew(
-    configure: Configure, flags: dict[str, Any], monkeypatch: Patch, bert_folder: Path
+    configure: Configure, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch, bert_folder: Path
 ) -> None:
     config = configure(**flags)
     made: list[str] = []
@@ -191,14 +191,14 @@ def test_what_a_killed_process_left_is_taken_away(configure: Configure, flags: d
         load_corpus(config, load_tokenizer(config), 0)
 
 
-def test_the_cache_folder(configure: Configure, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_the_cache_folder(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_root(configure(data_cache_dir="here")) == Path("here")
     assert cache_root(configure()) == tmp_path / "user-cache" / "rapidformer_templates"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_root(configure()) == Path.home() / ".cache" / "rapidformer_templates"
 
 
-def test_a_full_disk(configure: Configure, flags: dict[str, Any], monkeypatch: Patch, says: Says) -> None:
+def test_a_full_disk(configure: Configure, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(28, os.strerror(28))))
     config = configure(**flags)
     with says(DataError):
@@ -248,7 +248,7 @@ def test_a_bad_line_is_named_or_left_out(configure: Configure, flags: dict[str, 
      "0.3 none 0.7 blank.txt", "indexed", "indexed.bin", "blank.txt"],
 )  # fmt: skip
 def test_corpora_that_cannot_be_read(
-    configure: Configure, flags: dict[str, Any], tmp_path: Path, paths: str, monkeypatch: Patch, says: Says
+    configure: Configure, flags: dict[str, Any], tmp_path: Path, paths: str, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -329,7 +329,7 @@ def test_what_a_killed_process_left_is_written_over(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["group", "group.lock"]
 
 
-def test_a_full_disk_for_tables(tmp_path: Path, monkeypatch: Patch, says: Says) -> None:
+def test_a_full_disk_for_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     monkeypatch.setattr(np, "save", mock.Mock(side_effect=OSError(28, os.strerror(28))))
     with says(DataError):
         IndexCache(tmp_path)("group", lambda: {"a": np.arange(4)})

@@ -29,7 +29,7 @@ from rapidformer_templates.data.indexed.dataset import (
 from rapidformer_templates.data.indexed.writer import IndexedWriter, read_sums
 from rapidformer_templates.errors import DataError
 from tests.support.indexed_sets import DOCUMENTS, contents, write, write_with_megatron
-from tests.support.messages import Patch, Says
+from tests.support.messages import Says
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_ways_to_read(prefix: Path, access: Any) -> None:
     assert again.access == access
 
 
-def test_where_a_file_cannot_be_mapped(prefix: Path, monkeypatch: Patch, says: Says) -> None:
+def test_where_a_file_cannot_be_mapped(prefix: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     from rapidformer_templates.data.indexed import dataset as indexed
 
     real = indexed.mmap.mmap
@@ -235,7 +235,7 @@ def test_what_a_writer_left_that_was_killed_while_renaming_is_replaced(prefix: P
     assert contents(IndexedDataset(prefix)) == [[[1]]]
 
 
-def test_unigram_loss_is_that_of_single_tokens(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_unigram_loss_is_that_of_single_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is the likelihood computed token by token."""
     monkeypatch.setattr(tools, "CHUNK", 37)  # so that counting needs several chunks
     generator = np.random.default_rng(0)

@@ -26,7 +26,7 @@ from rapidformer_templates.data.pretraining.sentence_pairs import _truncate_at_r
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.errors import DataError, RapidformerError
 from rapidformer_templates.models.architectures import pair_label_of
-from tests.support.messages import Capture, Patch, Says
+from tests.support.messages import Says
 from tests.support.sentence_pairs import CLS, FEW, FIRST, SEP, WORDS, Corpus, make, some_corpus, tokenizer_of, write
 
 
@@ -243,7 +243,7 @@ def test_no_tables_travel_to_loader_processes(no_mask: MaskTokens, tmp_path: Pat
     assert len(pickle.dumps(pairs)) - len(pickle.dumps(no_mask)) < 2000
 
 
-def test_tables_come_from_the_cache(no_mask: MaskTokens, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_tables_come_from_the_cache(no_mask: MaskTokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, cache = write(some_corpus(20), tmp_path), IndexCache(tmp_path / "tables")
     pairs = make(dataset, no_mask, cache=cache)
     positions = range(2 * len(pairs))
@@ -295,7 +295,9 @@ def test_mean_tokens_is_that_of_pairs_that_follow(no_mask: MaskTokens, tmp_path:
     assert pairs.mean_tokens == pytest.approx(np.mean(lengths))
 
 
-def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_the_example_of_the_documentation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (Path(__file__).parents[3] / "docs/pretraining-objectives.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     exec(page.split("```python\n")[1].split("```")[0], {})

@@ -29,7 +29,7 @@ from rapidformer_templates.data.streaming import (
 from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import CachedPieces, Reference
 from rapidformer_templates.errors import DataError
-from tests.support.messages import Patch, Says
+from tests.support.messages import Says
 from tests.support.texts import WORDS, Load, write_jsonl
 
 SIZES = (7, 1, 12, 5)
@@ -215,7 +215,9 @@ def test_the_column_and_the_unit_of_a_text(pretrain: Load, tmp_path: Path) -> No
     assert found[0] == found[1]
 
 
-def test_a_fast_tokenizer_is_used_only_where_it_gives_the_same(gpt_folder: Path, monkeypatch: Patch) -> None:
+def test_a_fast_tokenizer_is_used_only_where_it_gives_the_same(
+    gpt_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
     rows = [StreamedRow(Path("a.jsonl"), i, {"text": text}, ()) for i, text in enumerate(documents(20))]
     recipe = EncodingRecipe(tokenizer.backend_tokenizer.to_str(), "uint16", 0)

@@ -25,7 +25,7 @@ from rapidformer_templates.data.text.fast_tokenizers import (
 )
 from rapidformer_templates.data.text.preprocess import split_files
 from rapidformer_templates.errors import DataError
-from tests.support.messages import Patch, Says
+from tests.support.messages import Says
 from tests.support.texts import TEXTS, Preprocess, files_of
 
 needs_gigatoken = pytest.mark.skipif(not fast_tokenizers.is_installed(), reason="gigatoken is not installed")
@@ -56,7 +56,9 @@ def test_a_fast_tokenizer_that_differs_is_not_used(corpus: Path, make: Preproces
     assert files_of(made.prefix["text"]) == files_of(reference.prefix["text"])
 
 
-def test_a_difference_is_found(recipe: EncodingRecipe, corpus: Path, monkeypatch: Patch, says: Says) -> None:
+def test_a_difference_is_found(
+    recipe: EncodingRecipe, corpus: Path, monkeypatch: pytest.MonkeyPatch, says: Says
+) -> None:
     reference = Reference(recipe.tokenizer)
     monkeypatch.setattr(Gigatoken, "__init__", Reference.__init__)
     monkeypatch.setattr(Gigatoken, "ids", Reference.ids, raising=False)
@@ -73,7 +75,7 @@ def test_a_difference_is_found(recipe: EncodingRecipe, corpus: Path, monkeypatch
 
 @pytest.mark.slow
 def test_a_difference_in_the_middle_starts_again(
-    corpus: Path, make: Preprocess, monkeypatch: Patch, says: Says
+    corpus: Path, make: Preprocess, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
     real, passes = preprocess.encoded, []
 
@@ -143,7 +145,9 @@ def test_tokens_that_never_come_of_a_text_do_not_matter(bert_folder: Path) -> No
     assert pieces.doubtful == ["[unused0]"]
 
 
-def test_the_fast_tokenizer_asked_for_is_absent(corpus: Path, make: Preprocess, monkeypatch: Patch, says: Says) -> None:
+def test_the_fast_tokenizer_asked_for_is_absent(
+    corpus: Path, make: Preprocess, monkeypatch: pytest.MonkeyPatch, says: Says
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with says(DataError):
         make(corpus, backend="gigatoken")

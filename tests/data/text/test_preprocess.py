@@ -30,7 +30,7 @@ from rapidformer_templates.data.text.files import Span, TextUnit, documents, tex
 from rapidformer_templates.data.text.preprocess import AHEAD, split_files
 from rapidformer_templates.errors import DataError, WorkerFailed
 from tests.support.indexed_sets import contents
-from tests.support.messages import Patch, Says
+from tests.support.messages import Says
 from tests.support.programs import is_running, wait_until
 from tests.support.texts import TEXTS, Preprocess, files_of, write_jsonl
 
@@ -236,7 +236,9 @@ def test_few_parts_are_under_way(corpus: Path, recipe: EncodingRecipe) -> None:
     assert taken == 60
 
 
-def test_a_full_disk(corpus: Path, make: Preprocess, tmp_path: Path, monkeypatch: Patch, says: Says) -> None:
+def test_a_full_disk(
+    corpus: Path, make: Preprocess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
+) -> None:
     real = indexed_writer.write_at
 
     def full(descriptor: int, data: memoryview, place: int) -> None:
@@ -251,7 +253,7 @@ def test_a_full_disk(corpus: Path, make: Preprocess, tmp_path: Path, monkeypatch
 
 
 def test_a_worker_that_is_killed(
-    corpus: Path, make: Preprocess, tmp_path: Path, monkeypatch: Patch, says: Says
+    corpus: Path, make: Preprocess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
     real = IndexedWriter.add
 
@@ -268,7 +270,7 @@ def test_a_worker_that_is_killed(
 
 @pytest.mark.slow
 def test_of_several_sets_all_or_none_are_there(
-    tmp_path: Path, recipe: EncodingRecipe, make: Preprocess, monkeypatch: Patch
+    tmp_path: Path, recipe: EncodingRecipe, make: Preprocess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = IndexedWriter._write_index
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
 
 from rapidformer_templates.commands.data import main
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
-from tests.support.messages import Capture, Says
+from tests.support.messages import Says
 from tests.support.texts import WORDS, write_jsonl
 
 TEXTS = [f"{' '.join(WORDS[i % 30 :])} Élan №{i}.\n\tHello HELLO" for i in range(30)]
@@ -29,7 +29,7 @@ def all_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_bpe_is_at_once_a_gpt2_tokenizer(corpus: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_bpe_is_at_once_a_gpt2_tokenizer(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "bpe"
     assert train(corpus, folder, "--vocab-size", "320") == 0
     shown = capsys.readouterr().out.splitlines()
@@ -101,7 +101,9 @@ def test_preprocess_with_it_in_both_ways(corpus: Path, tmp_path: Path, kind: str
         assert ids.tolist() == [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
 
 
-def test_other_columns_and_bad_lines(corpus: Path, tmp_path: Path, capsys: Capture, says: Says) -> None:
+def test_other_columns_and_bad_lines(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says
+) -> None:
     words = ["--vocab-size", "290", "--json-keys", "text", "title", "--json"]
     assert train(corpus, tmp_path / "both", *words) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -60,7 +60,7 @@ def test_auto_is_filled_from_the_flags(file: Any) -> None:
     assert sizes == set(bucket_sizes(1)), "the model's width is not known yet"
     assert "auto" not in json.dumps({**told, "zero_optimization": fill_bucket_sizes(told["zero_optimization"], 64)})
     assert told.keys().isdisjoint({"optimizer", "scheduler"})  # the plan has both, and the engine a ready optimizer
-    # What no flag knows is handed on.
+    # Entries without a flag are passed on.
     assert told["wall_clock_breakdown"] is True
     assert told["zero_optimization"]["sub_group_size"] == 1000
     assert told["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}

@@ -15,7 +15,6 @@ from rapidformer_templates.planning import resolve as resolve_module
 from rapidformer_templates.planning.deepspeed_file.settings import merge_file
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.resolve import resolve
-from tests.support.messages import Patch
 from tests.support.requests import GPUS, config_of, on
 from tests.support.rotten_input import DEEPSPEED_FILE
 
@@ -43,7 +42,7 @@ def with_value(path: tuple[str, ...], value: object) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _without_suggestions(monkeypatch: Patch) -> None:
+def _without_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the search for a request that works, which takes a second for each refusal."""
     monkeypatch.setattr(resolve_module, "nearest", lambda request, registry: [])
 

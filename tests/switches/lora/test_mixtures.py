@@ -157,11 +157,11 @@ def test_matrices_by_the_ends_of_their_names(bases: dict[str, Path], asked: str,
     assert len(targets.layers) == (2 if "q_proj" in asked else 0)
 
 
-def test_names_of_matrices_are_told(bases: dict[str, Path], says: Says) -> None:
+def test_errors_name_the_matrices(bases: dict[str, Path], says: Says) -> None:
     model = AutoModelForCausalLM.from_pretrained(bases["mixtral"])
     with says(ModelError):
         refuse_missing(model, targets_of(model, "w1", None), "w1", None)
-    with says(ModelError):  # what peft lacks beside matrices
+    with says(ModelError):  # peft has no dropout for matrices that are not layers
         run(bases["mixtral"], None, "--lora-target-modules gate --lora-dropout 0.1")
 
 

@@ -17,6 +17,7 @@ from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.run.checkpoint.format import Reader
 from tests.support import parallel_jobs
 from tests.support.jobs import OTHERS, VOCABULARY, CausalJob
+from tests.support.lines import Died
 from tests.support.parity import assert_close, assert_follows, observed, reference
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
@@ -52,10 +53,6 @@ SHORT = {
     ("lion", ZERO_3),
 }
 """Layouts that run by default. Each optimizer and each engine is in at least one."""
-
-
-class Died(Exception):
-    """Simulates the death of the process."""
 
 
 class QuantizedJob(CausalJob):

@@ -12,7 +12,7 @@ import torch
 
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.run.checkpoint.format import Reader
-from tests.support.jobs import OTHERS, CausalJob, ClassJob
+from tests.support.jobs import CausalJob, ClassJob
 from tests.support.messages import Says
 from tests.support.parity import EXACT, Trained, assert_close, assert_follows, observed, reference, train
 from tests.support.selection import by_default
@@ -30,15 +30,6 @@ SWITCHES = {"oss": OSS, "sdp": SDP}
 ACCUMULATED = f"{STEPS} --micro-batch-size 2"
 IDLE = "--epochs 2 --weight-decay 0.1 --clip-grad 0.1 --global-batch-size 60 --micro-batch-size"
 """The last batch leaves a worker idle."""
-
-
-class FirstBlockFrozenJob(ClassJob):
-    """The first block is frozen."""
-
-    def make(self) -> torch.nn.Module:
-        model = super().make()
-        model.bert.encoder.layer[0].requires_grad_(False)
-        return model
 
 
 class SpoiledJob(CausalJob):
@@ -60,11 +51,10 @@ class MixedTypesJob(ClassJob):
         return model
 
 
-OTHERS["first-block-frozen"] = FirstBlockFrozenJob
 CASES = [  # (job, double, flags of two workers, flags of the reference)
     ("causal", False, f"{ACCUMULATED} {OSS}", ALONE),
     ("causal", False, f"{ACCUMULATED} {SDP}", ALONE),
-    ("first-block-frozen", False, f"{ACCUMULATED} {SDP}", ALONE),
+    ("half-frozen", False, f"{ACCUMULATED} {SDP}", ALONE),
     ("causal", False, f"{ACCUMULATED} {SDP} --optimizer adafactor", f"{ALONE} --optimizer adafactor"),
     ("causal", True, f"{IDLE} 30 {SDP}", f"{IDLE} 60"),
     ("classifier", True, f"{IDLE} 30 {OSS}", f"{IDLE} 60"),
