@@ -90,6 +90,52 @@ def test_killed_worker_is_named() -> None:
         launch.run_workers([sys.executable, "-c", KILLED], 2)
 
 
+FAILING = """
+import os
+import torch.distributed as dist
+from rapidformer_templates.system.launch import report_errors
+from rapidformer_templates.system.workers import close_group_by, join
+
+def close():  # NCCL waits for peers that are inside a collective, and for minutes
+    os._exit(9)
+
+dist.destroy_process_group = close
+
+def work():
+    with join("cpu") as workers:
+        {by_library} and close_group_by(close)
+        workers.barrier()
+        if workers.rank == 1:
+            raise ValueError("a bug in a hook")
+        workers.barrier()
+
+report_errors(work)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("by_library", [False, True], ids=["closed by torch", "closed by DeepSpeed"])
+def test_an_error_is_reported_before_the_group_is_closed(by_library: bool) -> None:
+    with pytest.raises(ReportedError, match="ValueError: a bug in a hook"):
+        launch.run_workers([sys.executable, "-c", FAILING.format(by_library=by_library)], 2)
+
+
+GOING_ON = """
+import contextlib
+from rapidformer_templates.system.workers import join
+
+with contextlib.suppress(ValueError), join("cpu"):
+    raise ValueError
+with join("cpu") as workers:
+    assert workers.sum(workers.rank + 1.0) == [3.0]
+"""
+
+
+@pytest.mark.distributed
+def test_workers_join_again_after_an_error() -> None:
+    launch.run_workers([sys.executable, "-c", GOING_ON], 2)
+
+
 @pytest.mark.longer
 @pytest.mark.distributed
 @pytest.mark.parametrize(("how", "message"), [("FAIL", "ValueError: a bug in a hook"), ("KILL", "killed by SIGKILL")])

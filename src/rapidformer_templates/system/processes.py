@@ -59,7 +59,7 @@ has_met = threading.Event()
 """Set once this worker has met the others. Before that it has nothing to save, and may wait in a connection."""
 
 failed_at = math.inf
-"""Time in seconds at which an error left :func:`joined`. The connections are closed then, and the peers fail, too."""
+"""Time in seconds at which an error left :func:`joined`. When the process ends, its peers fail, too."""
 
 GLOO_THREADS = "pt_gloo_runloop"
 LOOKS, BETWEEN, PATIENCE = 3, 0.002, 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -182,13 +183,19 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
         device_type: ``cpu``, or torch's name of the accelerator.
         sizes: how the workers are divided. None for copies of the whole model.
 
+    After an error in a group of several workers, the group stays open: closing it would wait for peers that are inside
+    a collective (NCCL), and the error would never be reported. The next call closes it.
+
     Raises:
-        ConfigError, WorkerFailed: see :func:`open_store`.
+        ConfigError, WorkerFailed: see :func:`open_store` and :func:`accelerator.device_of`.
     """
     sizes = sizes or Sizes()
     place = launched() or Launched()
     device = accelerator.device_of(device_type, place.local_rank)
     accelerator.make_current(device)
+    if _left_open.is_set():
+        _left_open.clear()
+        _close_group()
     # torchrun with one worker also sets RANK. Without it there is no rendezvous to join.
     is_first = not dist.is_initialized()  # otherwise the code that opened the group closes it
     in_group = launched() is not None and is_first
@@ -203,10 +210,24 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
         )
         with joined(), workers.clock.counts_waits() if place.world > 1 else nullcontext():
             yield workers
-    finally:
-        if is_first and dist.is_initialized():  # some engines open a group for a single process
-            close = _closing.pop() if _closing else dist.destroy_process_group
-            close()
+    except BaseException:
+        if is_first and place.world > 1:
+            _left_open.set()
+        elif is_first:
+            _close_group()
+        raise
+    if is_first:
+        _close_group()
+
+
+_left_open = threading.Event()
+"""Set if an error has left the group of several workers open."""
+
+
+def _close_group() -> None:
+    close = _closing.pop() if _closing else dist.destroy_process_group
+    if dist.is_initialized():  # some engines open a group for a single process
+        close()
 
 
 def _mesh(device: torch.device, sizes: Sizes) -> DeviceMesh | None:
