@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rapidformer_templates.errors import WorkerHangs
-from rapidformer_templates.run.watch import HangWatch
+from rapidformer_templates.run import watch
+from rapidformer_templates.run.watch import STEP, HangWatch
+from rapidformer_templates.system.phase_clock import PhaseClock
 from rapidformer_templates.system.workers import Workers
+from tests.support.programs import wait_until
 from tests.support.selection import by_default
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +95,48 @@ def test_a_worker_that_leaves_is_named(how: str, tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert all(re.search(text, ended.stderr) for text in LEAVES[how]), ended.stderr
     assert "Traceback" not in ended.stderr or "collective" in how
+
+
+class BusyStore:
+    """The store of 300 workers that all make progress, which is slow to answer. It counts its requests."""
+
+    def __init__(self) -> None:
+        self.checks, self.reads, self.beat = 0, 0, 0
+
+    def clone(self) -> BusyStore:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.activity = json.loads(value) | {"is_overdue": False}
+
+    def check(self, keys: list[str]) -> bool:
+        self.checks += 1
+        time.sleep(0.3)
+        return True
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.reads, self.beat = self.reads + 1, self.beat + 1
+        return [json.dumps(self.activity | {"beat": self.beat}).encode() for _ in keys]
+
+
+def test_a_busy_store_is_asked_little_and_nobody_is_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "BEAT", 0.05)
+    blamed: list[BaseException] = []
+    monkeypatch.setattr(watch, "report_error", blamed.append)
+    store: Any = BusyStore()
+    watching = HangWatch(PhaseClock())
+    watching.longest[STEP] = 0.01
+    watching.enter(STEP, 5)
+    with watching.running(Silent(1, 1, 300, torch.device("cpu"), store=store), 0.5, None, lambda: ""):
+        wait_until(lambda: store.reads >= 4, "the worker is overdue and does not ask what the others do")
+    assert (blamed, store.checks) == ([], store.reads)
+
+
+class Silent(Workers):
+    """A worker that waits for nobody."""
+
+    def barrier(self) -> None:
+        pass
 
 
 def test_no_worker_ends_before_all_have_stopped_publishing() -> None:

@@ -204,18 +204,22 @@ class _Watcher:
         report_error(self._error(after, silent, seconds))
 
     def _published(self, store: Store) -> dict[int, Activity]:
-        """Return the activity of each worker that has published one. Empty if the store does not respond."""
+        """Return the activity of each worker that has published one.
+
+        Empty if the worker that keeps the store is gone, or does not respond for ``--worker-timeout``. A busy store is
+        slow: every worker may ask it at the same time.
+        """
         published: dict[int, Activity] = {}
 
         def read() -> None:
             with contextlib.suppress(dist.DistError):
-                for rank in range(self._workers.world):
-                    if store.check([f"watch/{rank}"]):
-                        published[rank] = Activity(**json.loads(store.get(f"watch/{rank}")))
+                keys = _existing(store, [f"watch/{rank}" for rank in range(self._workers.world)])
+                for key, value in zip(keys, store.multi_get(keys) if keys else (), strict=True):
+                    published[int(key.removeprefix("watch/"))] = Activity(**json.loads(value))
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        reader.join(2 * BEAT)
+        reader.join(max(2 * BEAT, self._timeout))
         return {} if reader.is_alive() else published
 
     def _error(self, statuses: dict[int, Activity], silent: list[int], seconds: float) -> WorkerHangs:
@@ -251,6 +255,14 @@ class _Watcher:
         self._stacks.mkdir(parents=True, exist_ok=True)
         with (self._stacks / f"rank-{self._workers.rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file)
+
+
+def _existing(store: Store, keys: list[str]) -> list[str]:
+    """Return the keys that the store has, with a single request if it has all of them."""
+    if store.check(keys):
+        return keys
+    middle = len(keys) // 2
+    return _existing(store, keys[:middle]) + _existing(store, keys[middle:]) if middle else []
 
 
 def _position(frame: FrameType | None) -> tuple[str, str]:

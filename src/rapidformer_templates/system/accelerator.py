@@ -7,6 +7,7 @@ If an engine of another library or a kernel needs one kind of device, that is a 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -15,12 +16,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rapidformer_templates.errors import ConfigError, counted
+from rapidformer_templates.system.processes import LAUNCHER
+
 HOST = torch.device("cpu")
 
 
 def device_of(kind: str, local_rank: int) -> torch.device:
-    """Return the device of a worker: the host, or the accelerator with its local rank."""
-    return HOST if kind == HOST.type else torch.device(kind, local_rank)
+    """Return the device of a worker: the host, or the accelerator with its local rank.
+
+    A scheduler can show each process a device of its own. Such a process takes the only one that it sees.
+
+    Raises:
+        ConfigError: this machine has more workers than devices.
+    """
+    if kind == HOST.type:
+        return HOST
+    devices = torch.accelerator.device_count()
+    has_its_own = devices == 1 and LAUNCHER not in os.environ  # our launcher shows all devices to all workers
+    if not has_its_own and 0 < devices <= local_rank:
+        raise ConfigError(
+            f"worker {local_rank} of this machine has no {kind} device: {counted(devices, 'device')} can be seen",
+            where="LOCAL_RANK",
+            hint=f"start at most {counted(devices, 'worker')} on a machine, or make more devices visible",
+        )
+    return torch.device(kind, 0 if has_its_own else local_rank)
 
 
 def is_available(kind: str) -> bool:

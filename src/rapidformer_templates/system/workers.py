@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -201,6 +202,7 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     in_group = launched() is not None and is_first
     end_with_launcher()
     record_crashes()
+    _raise_file_limit()
     store = _open_group(device) if in_group else None
     try:
         mesh = _mesh(device, sizes)
@@ -218,6 +220,23 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
         raise
     if is_first:
         _close_group()
+
+
+MOST_FILES = 2**20
+"""Linux's default for the largest limit of open files of a process."""
+
+
+def _raise_file_limit() -> None:
+    """Raise the limit of open files to the largest that this user may have.
+
+    The first worker keeps several connections to each other one, and gloo connects each worker with each other one. The
+    usual limit of 1,024 ends at about 190 workers.
+    """
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MOST_FILES if most == resource.RLIM_INFINITY else min(most, MOST_FILES)
+    if usual != resource.RLIM_INFINITY and usual < limit:
+        with suppress(ValueError, OSError):  # macOS has a smaller limit that it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
 _left_open = threading.Event()
