@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from rapidformer_templates.engines.boxes import PartExchange, Parts, exchanges_of, local_values, starts_in_file
 from rapidformer_templates.models.weight_files import FileTensor, join
+from rapidformer_templates.system.workers import broadcast
 
 LEAST_DIVIDED = 4096
 """Bytes of the smallest storage that is divided."""
@@ -534,7 +535,7 @@ def take_part(
     is_synchronized = construction is not None and construction.is_synchronized(tensor)
     whole = tensor.detach().to(device)
     if not is_synchronized and dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.broadcast(whole, group=group, group_src=0)
+        broadcast(whole, group=group)
     return local_values(whole, [placement], [size], [rank])
 
 

@@ -17,6 +17,7 @@ from transformers import Cache
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.process_state import capture, restore
+from rapidformer_templates.system.workers import unexpanded
 
 PRODUCTS = frozenset(
     {
@@ -139,14 +140,15 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the buffers of ``model`` on exit. Batch norm, for example, changes its statistics in each forward."""
     indices = [(module, name) for module in model.modules() for name in module._buffers]
     before = [module._buffers[name] for module, name in indices]
-    values = [None if buffer is None else buffer.detach().clone() for buffer in before]
+    values = [None if buffer is None else unexpanded(buffer.detach()).clone() for buffer in before]
     try:
         yield
     finally:
         for (module, name), buffer, value in zip(indices, before, values, strict=True):
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
-                buffer.data.copy_(value)  # bypasses autograd: a backward that does not read it may still follow
+                # bypasses autograd: a backward that does not read it may still follow
+                unexpanded(buffer.data).copy_(value)
 
 
 @contextmanager

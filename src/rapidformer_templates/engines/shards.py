@@ -22,7 +22,7 @@ from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.boxes import Index, divided_over
 from rapidformer_templates.errors import CheckpointError, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
-from rapidformer_templates.system.workers import Workers
+from rapidformer_templates.system.workers import Workers, broadcast
 
 ShardKind = Literal["weights", "optimizer", "gradients"]
 
@@ -324,7 +324,4 @@ def send_first_values(model: nn.Module, workers: Workers) -> None:
             message = f"workers {workers.rank} and {rank} have built different models: {differing[0]}"
             raise RapidformerError(message, where="build_model()", hint="build the same layers on each worker")
     for tensor in tensors.values():
-        values = tensor.contiguous()
-        dist.broadcast(values, src=0)
-        if values is not tensor:
-            tensor.copy_(values)
+        broadcast(tensor)

@@ -52,7 +52,7 @@ from rapidformer_templates.run.step_errors import MAY_HELP, explain_parts, locat
 from rapidformer_templates.run.watch import OWN_CODE, STEP
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import seed_all
-from rapidformer_templates.system.workers import Workers, join
+from rapidformer_templates.system.workers import Workers, broadcast, join
 
 SESSION_FLAGS = frozenset(
     {
@@ -462,5 +462,5 @@ def built_on_each_worker(model: nn.Module | Callable[[], nn.Module]) -> nn.Modul
         return model()
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.data, src=0)
+            broadcast(tensor.data)
     return model

@@ -35,6 +35,30 @@ reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single"
 T = TypeVar("T")
 
 
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with the values of an expanded tensor once. Torch refuses to write to the tensor itself."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def broadcast(tensor: torch.Tensor, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Replace the values of a tensor by those of a worker. Call it on every worker of the group.
+
+    The tensor may be transposed or expanded. NCCL refuses to exchange such tensors.
+
+    Args:
+        source: rank of that worker in the group.
+        group: None for all workers.
+    """
+    tensor = unexpanded(tensor)
+    values = tensor.contiguous()
+    dist.broadcast(values, group=group, group_src=source)
+    if values is not tensor:
+        tensor.copy_(values)
+
+
 @dataclass(frozen=True)
 class Workers:
     """One process's view of all workers.

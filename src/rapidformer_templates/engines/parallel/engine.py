@@ -33,7 +33,7 @@ from rapidformer_templates.engines.shards import (
 from rapidformer_templates.models.blocks import canonical_name, width_of
 from rapidformer_templates.planning.optimizers import updates_elementwise, updates_in_chunks
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.system.workers import Workers
+from rapidformer_templates.system.workers import Workers, broadcast
 
 
 class ParallelEngine(SingleEngine):
@@ -123,14 +123,14 @@ class ParallelEngine(SingleEngine):
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
         }
         for stages, name in sorted((stages, name) for name, stages in placement.stages.items() if name in tensors):
-            dist.broadcast(local_part(tensors[name]), group=tied[stages], group_src=0)
+            broadcast(local_part(tensors[name]), group=tied[stages])
         self._broadcast_from_first_replica(tensors.values())
 
     def _broadcast_from_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             copies = copies_of(tensor, self.workers)
             if copies.size > 1:
-                dist.broadcast(local_part(tensor), group=copies.group, group_src=0)
+                broadcast(local_part(tensor), group=copies.group)
 
     @property
     def gradient_divisor(self) -> float:

@@ -28,7 +28,7 @@ from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks, is_quantized, note_shape, shape_of
 from rapidformer_templates.planning.plan import Plan, expert_shard_dim, shards_of_experts
 from rapidformer_templates.system import accelerator
-from rapidformer_templates.system.workers import Workers, open_group_alone
+from rapidformer_templates.system.workers import Workers, broadcast, open_group_alone
 
 SHARDS, EXPERTS = "shards", "experts"
 VIEW_WARNING = r"FSDP2-wrapped module \(.*\) returned a view tensor"
@@ -96,7 +96,7 @@ class FSDPEngine(SingleEngine):
             self._shard_unit(unit, whole, policy, reshard)
         accelerator.move(model, self.workers.device)  # the buffers
         for buffer in model.buffers() if self.workers.world > 1 else ():
-            dist.broadcast(buffer.detach(), src=0)
+            broadcast(buffer.detach())
         for name, shape in shapes_of_codes.items():
             note_shape(model.get_parameter(name), shape)
 

@@ -36,6 +36,7 @@ from rapidformer_templates.switches.mixture_of_experts.layer import (
     ungroup,
 )
 from rapidformer_templates.switches.mixture_of_experts.transform import sparse_layers
+from rapidformer_templates.system.workers import broadcast
 
 _numbers = itertools.count()
 
@@ -90,7 +91,7 @@ def _local_share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     features = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)  # from tensor parallelism
     parts = local_part(parameter).detach().chunk(mesh["experts"].size())
     values = parts[mesh.get_local_rank("experts")].clone()
-    dist.broadcast(values, group=mesh.get_group(COPIES), group_src=0)  # copies may have drawn different values
+    broadcast(values, group=mesh.get_group(COPIES))  # copies may have drawn different values
     share = DTensor.from_local(
         values,
         mesh,

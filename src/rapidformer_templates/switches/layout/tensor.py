@@ -41,6 +41,7 @@ from rapidformer_templates.switches.layout.tensor_layers import (
     VocabularyHead,
 )
 from rapidformer_templates.switches.layout.tensor_plan import TensorPlan
+from rapidformer_templates.system.workers import broadcast
 
 LAYERS: dict[str, Callable[..., Divided]] = {
     **dict.fromkeys(tensor_styles.ROW, Row),
@@ -230,7 +231,7 @@ def _shard_parameters(
         ranks *= construction.world
         dist.all_gather_object(ranks, peers.rank, group=construction.group)
     for buffer in model.buffers():
-        dist.broadcast(buffer, group=peers.group, group_src=0)
+        broadcast(buffer, group=peers.group)
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None:

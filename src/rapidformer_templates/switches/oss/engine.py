@@ -21,6 +21,7 @@ from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.shards import NO_COPIES, Copies, Shard, ShardKind
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.system.workers import broadcast
 
 
 class _ShardedState(SingleEngine):
@@ -64,7 +65,7 @@ class _ShardedState(SingleEngine):
         if self._is_sharded:
             for owner, groups in enumerate(self._oss.partition_parameters()):
                 for parameter in (p for group in groups for p in group["params"]):
-                    torch.distributed.broadcast(parameter.data, src=owner)
+                    broadcast(parameter.data, source=owner)
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
         is_divided = kind == "optimizer" and self._is_sharded

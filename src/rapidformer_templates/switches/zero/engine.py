@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rapidformer_templates.engines.backwards import (
@@ -35,7 +34,7 @@ from rapidformer_templates.switches.zero import state as zero_state
 from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, build_parts, leave_out_shm_comm
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.replaced_functions import patch_function
-from rapidformer_templates.system.workers import Workers, close_group_by, open_group_alone
+from rapidformer_templates.system.workers import Workers, broadcast, close_group_by, open_group_alone
 
 
 def cast(model: nn.Module, dtype: torch.dtype | None, workers: Workers) -> zero_state.Masters:
@@ -52,7 +51,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None, workers: Workers) -> zero_
         if parameter.requires_grad:
             exact = parameter.detach().to(workers.device)
             if workers.world > 1:
-                dist.broadcast(exact, src=0)
+                broadcast(exact)
             masters[canonical_name(name)] = 0, exact.flatten()
         parameter.data = parameter.data.to(dtype)
     return masters
@@ -84,7 +83,7 @@ def partition(
                 construction.use([parameter])
             whole = parameter.data
             if workers.world > 1 and not (construction and construction.is_synchronized(parameter)):
-                dist.broadcast(whole, src=0)
+                broadcast(whole)
             is_cast = _is_cast(parameter, dtype)
             parameter.data = whole.to(workers.device, dtype if is_cast else None)
             zero._convert_to_deepspeed_param(parameter)
@@ -237,7 +236,7 @@ class DeepSpeedEngine(SingleEngine):
             _autocast_forward(model, self.compute_type)
         if self.workers.world > 1:
             for buffer in model.buffers():
-                dist.broadcast(buffer, src=0)
+                broadcast(buffer)
         if self.zero_stage < 3:
             return cast(model, self.compute_type, self.workers)
         return partition(model, config, self.compute_type, self.workers, self._construction)
