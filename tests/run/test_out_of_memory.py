@@ -82,13 +82,14 @@ LADDER = (
     "--micro-batch-size 8 --global-batch-size 16", "--epochs 2 --global-batch-size 16", "", "--recompute-activations",
     "--checkpoint-activations", FULL, f"{FULL} --oss-memory-optimization", f"{FULL} {ZERO_2}",
     f"{FULL} {ZERO_2} {OFFLOAD}", f"{FULL} {ZERO_3}", f"{FULL} {ZERO_3} {OFFLOAD}", f"{FULL} {ZERO_3} --nvme-path d",
-    f"{FULL} {SHARDS} 2", f"{FULL} {SHARDS} 6",
+    f"{FULL} {SHARDS} 2", f"{FULL} {SHARDS} 6", f"{FULL} {SHARDS} 6 --no-fsdp-reduce-every-micro-batch",
+    f"{FULL} {SHARDS} 6 --no-fsdp-reshard-after-forward", f"{FULL} --lora-rank 8",
 )  # fmt: skip
 """Flags of runs. The test writes what is suggested next."""
 
 
 def test_the_ladder(says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
-    for packages, runs in (({"deepspeed": "0.19", "fairscale": "0.4"}, LADDER), ({}, (FULL,))):
+    for packages, runs in (({"deepspeed": "0.19", "fairscale": "0.4", "peft": "0.19"}, LADDER), ({}, (FULL,))):
         monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", lambda p=packages: p)
         for flags in runs:
             length = [] if "--epochs" in flags else ["--train-iters", "4"]

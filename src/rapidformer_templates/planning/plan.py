@@ -88,11 +88,13 @@ class ParameterSharding:
         shard_size: number of workers that share one copy of the states. None means all workers.
         reshard_after_forward: whether a block's whole parameters are freed between forward and backward.
         reduce_dtype: the type in which gradients are summed. None means fp32.
+        reduce_every_micro_batch: whether only shards of gradients are kept between micro batches.
     """
 
     shard_size: int | None = None
     reshard_after_forward: bool = True
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    reduce_every_micro_batch: bool = True
 
 
 @dataclass(frozen=True)

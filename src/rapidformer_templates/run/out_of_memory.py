@@ -7,6 +7,7 @@ ZeRO cannot run, FSDP shards the same states. Larger groups of workers that shar
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -24,8 +25,14 @@ FIRST: tuple[Mapping[str, object], ...] = (
     {"checkpoint_activations": True},
     {"recompute_granularity": "full"},
     {"mixed_precision": "bf16"},
+    {"fsdp_reduce_every_micro_batch": True},
+    {"fsdp_reshard_after_forward": True},
+    {"quantize_base": "int8"},  # the rules refuse it without LoRA
 )
 """Changes that save memory without additional workers."""
+
+SEGMENTS = "expandable_segments"
+"""Option of torch's allocator for GPUs. With it, freed memory leaves fewer holes."""
 
 
 def _shard(by: str, **more: object) -> Mapping[str, object]:
@@ -85,6 +92,8 @@ def _is_taken(step: Mapping[str, object], config: RunConfig, plan: Plan) -> bool
         return plan.sizes.micro_batch == value
     if name == "mixed_precision":
         return plan.precision != "fp32"
+    if name == "quantize_base":
+        return config.get(name) is not None
     if name == "recompute_granularity":
         return bool(config.get(name) != "selective")  # no recomputation, or already of whole blocks
     return bool(config.get(name) == value)
@@ -110,7 +119,10 @@ def explained(
 
     def hint() -> str:
         step = next_step(config, plan, resolve)
-        return f"the next step that saves memory: {step}" if step else "more workers, or a smaller model"
+        advice = f"the next step that saves memory: {step}" if step else "more workers, or a smaller model"
+        options = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+        holes = plan.device == "cuda" and SEGMENTS not in options
+        return f"{advice}; PYTORCH_ALLOC_CONF={SEGMENTS}:True leaves fewer holes" if holes else advice
 
     return _converted(f"{' → '.join(plan.switches)} on {counted(plan.sizes.world, 'worker')}", hint, f"worker {rank}")
 

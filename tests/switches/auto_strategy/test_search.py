@@ -277,19 +277,21 @@ def gpu(precision: str, tflops: float, attention: float, processors: int, **rate
     return Hardware("cuda", precision, 80.0, tflops, attention, processors, context_gb=1.5, sources={}, **links)
 
 
-@pytest.mark.parametrize(
-    ("shard_size", "expected"),
-    # Three micro batches gather 4 GB forward and backward, one sums them. Both workers of a node receive half of the
-    # 4 GB over the network. Or each receives half of them in its node, and sums its 2 GB with the other node. The first
-    # half of the parameters is gathered before anything computes.
-    [(None, 7.5 * 4e9 / 2 / 40e9), (2, 7.5 * 4e9 / 2 / 200e9 + 2 * 2e9 / 2 / 20e9)],
-)
-def test_groups_in_a_node_exchange_parameters_there(shard_size: int | None, expected: float) -> None:
+@pytest.mark.parametrize("sums", [1, 3])
+@pytest.mark.parametrize("shard_size", [None, 2])
+def test_groups_in_a_node_exchange_parameters_there(shard_size: int | None, sums: int) -> None:
+    """Three micro batches gather 4 GB forward and backward, and one or all of them sum the gradients.
+
+    Both workers of a node receive half of the 4 GB over the network. Or each receives half of them in its node, and
+    sums its 2 GB with the other node, once. The first half of the parameters is gathered before anything computes.
+    """
     layout = Layout(data=4, accumulation=3, partitioning="fsdp", shard_size=shard_size)
     hardware = gpu("fp32", 15.0, 15.0, 108)
     facts = CommunicationSizes(parameters=10**9, blocks=1, hidden=1, tokens=1)
-    seconds = predict_seconds(layout, MemoryOptions(), Trace(()), facts, hardware, local_world=2)
-    assert seconds.data == pytest.approx(expected, rel=0.02)  # and delays
+    setting = MemoryOptions(reduces_each=sums > 1)
+    seconds = predict_seconds(layout, setting, Trace(()), facts, hardware, local_world=2)
+    within, between = (6.5 + sums) * 4e9 / 2, 2 * 2e9 / 2 / 20e9 if shard_size else 0.0
+    assert seconds.data == pytest.approx(within / (200e9 if shard_size else 40e9) + between, rel=0.02)  # and delays
     assert seconds.hidden < 1e-3
 
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.distributed
 STEPS = "--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
 FSDP = "--micro-batch-size 1 --fsdp-memory-optimization"  # with two workers: 4 micro batches per step
 KEPT = "--no-fsdp-reshard-after-forward"
+ONCE = "--no-fsdp-reduce-every-micro-batch"
 GROUPS = 3  # the model's two blocks, and the root with the rest
 REDUCED = {
     "bf16": ("bf16", None),
@@ -51,17 +52,26 @@ def _count(workers: Any, flags: str, double: bool) -> Counted:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Counted]:
-    return {flags: run_in_workers(2, _count, flags, True)[0] for flags in (KEPT, "--train-iters 2")}
+    return {flags: run_in_workers(2, _count, flags, True)[0] for flags in (KEPT, ONCE, "--train-iters 2")}
 
 
-def test_parameters_that_stay_whole_change_nothing(runs: dict[str, Counted]) -> None:
-    assert_follows(runs[KEPT].run, reference("causal", True, f"{STEPS} --micro-batch-size 8"), *EXACT)
+@pytest.mark.parametrize("flags", [KEPT, ONCE])
+def test_what_stays_whole_changes_nothing(flags: str, runs: dict[str, Counted]) -> None:
+    assert_follows(runs[flags].run, reference("causal", True, f"{STEPS} --micro-batch-size 8"), *EXACT)
 
 
-def test_gradients_are_sent_once_a_step_and_whole_parameters_are_gathered_once_if_they_stay(runs: Any) -> None:
+def test_gradients_are_sent_once_a_step_and_parameters_are_gathered_once_if_they_stay_whole(runs: Any) -> None:
     # Each of 4 micro batches gathers everything for its forward, and all but the root again for its backward.
-    assert runs["--train-iters 2"].sent == {GATHER: 4 * (2 * GROUPS - 1), REDUCE: GROUPS}
-    assert runs[KEPT].sent == {GATHER: GROUPS, REDUCE: GROUPS}
+    assert runs["--train-iters 2"].sent == {GATHER: 4 * (2 * GROUPS - 1), REDUCE: 4 * GROUPS}
+    assert runs[ONCE].sent == {GATHER: 4 * (2 * GROUPS - 1), REDUCE: GROUPS}
+    assert runs[KEPT].sent == {GATHER: GROUPS, REDUCE: 4 * GROUPS}
+
+
+def test_only_shards_of_gradients_are_kept_between_micro_batches(runs: Any) -> None:
+    """With one sum per step, each worker keeps the gradients of the whole model."""
+    elements = sum(p.numel() for p in CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().parameters())
+    between = {flags: runs[flags].run["summary"]["receipts"]["whole_gradients_between"] for flags in runs}
+    assert between == {"--train-iters 2": 0, KEPT: 0, ONCE: elements}
 
 
 def test_receipt_shows_what_is_whole_when_the_backward_begins(runs: Any) -> None:

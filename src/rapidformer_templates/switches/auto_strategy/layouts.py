@@ -206,6 +206,7 @@ class MemoryOptions:
         bucket: elements of ZeRO's gradient buffer.
         offloads_activations: whether activations that the blocks keep go to the host.
         reshards: whether FSDP frees a block's whole parameters between forward and backward.
+        reduces_each: whether FSDP keeps only shards of gradients between micro batches.
         masters: 16-bit weights with masters. None leaves weights unchanged, or as DeepSpeed and FSDP convert them.
         context_kind: how attention covers divided sequences. None: the number of heads decides.
         updates_in_chunks: whether the optimizer accepts some gradients before others.
@@ -219,6 +220,7 @@ class MemoryOptions:
     offload: str = ""
     bucket: int = LEAST
     reshards: bool = True
+    reduces_each: bool = True
     masters: MasterWeights | None = None
     offloads_activations: bool = False
     updates_in_chunks: bool = True
@@ -263,6 +265,7 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         offload=options.offload or "",
         bucket=zero.get("reduce_bucket_size", LEAST),
         reshards=options.parameter_sharding.reshard_after_forward,
+        reduces_each=options.parameter_sharding.reduce_every_micro_batch,
         masters=masters,
         offloads_activations="offload-activations" in plan.switches,
         updates_in_chunks=optimizer.per_parameter,

@@ -253,7 +253,7 @@ class Sharded:
             before = phase.finished
         # While the root's gradients are sent, FSDP's loop over the gradients still holds the last one.
         of_root = [facts.count for name, facts in self.model.parameters.items() if not self.model.block_of(name)]
-        width = FP32 if self.layout.accumulation > 1 else self.width
+        width = FP32 if self._keeps_whole else self.width
         leaving = 2 * FP32 * sum(of_root) + width * sum(of_root[-1:])
         yield MemorySnapshot(self.phases[-1].end, self._to_fp32(before) // self.layout.shares, leaving)
 
@@ -273,9 +273,15 @@ class Sharded:
         shards = of_blocks // self.layout.shares
         if self.layout.accumulation == 1:
             return outside + shards
-        # Gradients of earlier micro batches are kept whole in the type of the sum.
+        # Gradients of earlier micro batches are kept in the type of the sum, as shards or whole.
         whole = FP32 * sum(p.among(self.layout.experts).count for p in self.model.parameters.values())
+        if not self._keeps_whole:
+            return outside + whole // self.layout.shares
         return max(whole - of_blocks, 0) + shards
+
+    @property
+    def _keeps_whole(self) -> bool:
+        return self.layout.accumulation > 1 and not self.setting.reduces_each
 
     def _to_fp32(self, gradients: int) -> int:
         return gradients * FP32 // self.width

@@ -395,17 +395,17 @@ def _data_seconds(
             overlapping = [(reduced, backward, accumulation)]
             late = exchange(weight if by_parallel_engine else width, ALL_GATHER)
         case _:
-            # Weights for each forward and backward. FSDP sums gradients once, ZeRO-3 in each micro batch.
+            # Weights for each forward and backward. Gradients in each micro batch, unless FSDP is to sum them once.
             units = facts.blocks + 1
             gathered, reduced = exchange(width, ALL_GATHER, units), exchange(4, REDUCE_SCATTER, units)
             stride = layout.tensor * layout.shares
             shard = facts.parameters * share * 4 / layout.shares
-            reduced += exchange_seconds(shard, layout.copies, stride, local_world, hardware, ALL_REDUCE)
-            sums = 1 if layout.partitioning == "fsdp" else accumulation
+            of_copies = exchange_seconds(shard, layout.copies, stride, local_world, hardware, ALL_REDUCE)
+            sums_each = layout.partitioning == "zero-3" or setting.reduces_each
             overlapping = [
                 (gathered, forward, accumulation),
-                (gathered, backward, accumulation - sums),
-                (gathered + reduced, backward, sums),
+                (gathered + (reduced if sums_each else 0.0), backward, accumulation - 1),
+                (gathered + reduced + of_copies, backward, 1),
             ]
             late = gathered / units  # nothing computes while the first unit is gathered
     hidden = sum(times * min(sent, computed) for sent, computed, times in overlapping)

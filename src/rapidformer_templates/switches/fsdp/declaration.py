@@ -60,6 +60,11 @@ class FsdpOptionsFlags:
     fsdp_reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
         None, "FSDP with mixed precision: type in which gradients are summed (default: fp32)"
     )
+    fsdp_reduce_every_micro_batch: bool = flag(
+        True,
+        "FSDP with accumulation: sum gradients over the workers in each micro batch; summing once per step sends less, "
+        "but keeps the gradients of the whole model on each worker",
+    )
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,11 @@ def _options_need_fsdp(request: Request) -> Iterator[Finding]:
     Why: no other engine gathers parameters for a forward; without mixed precision gradients are fp32, and without a
     loss scale small ones vanish in fp16.
     """
-    options = (Given("fsdp_reshard_after_forward", (False,)), Given("fsdp_reduce_dtype"))
+    options = (
+        Given("fsdp_reshard_after_forward", (False,)),
+        Given("fsdp_reduce_dtype"),
+        Given("fsdp_reduce_every_micro_batch", (False,)),
+    )
     way, message = add({"fsdp_memory_optimization": True}), "{} has no effect without --fsdp-memory-optimization"
     yield from needs(request, options, "fsdp", way, message=message)
     # 16-bit sums need 16-bit products, and fp16 sums need the loss scale of fp16.
@@ -114,6 +123,7 @@ def _options(request: Request, options: EngineOptions) -> EngineOptions:
         options.parameter_sharding,
         reshard_after_forward=request.config.get("fsdp_reshard_after_forward"),
         reduce_dtype=request.config.get("fsdp_reduce_dtype"),
+        reduce_every_micro_batch=request.config.get("fsdp_reduce_every_micro_batch"),
     )
     return dataclasses.replace(options, parameter_sharding=sharding)
 
@@ -127,6 +137,16 @@ _SHARES = first_finding(
     check_even_shards(among=_workers_of_a_copy, updated_elements="optimizer state", gradient_elements="gradients"),
     divides_parameters,
 )
+
+
+def _gradients_divided(measured: Measured) -> str | None:
+    """Check what the workers keep of the gradients between micro batches."""
+    whole = max(measured.all("whole_gradients_between"), default=0)
+    expected = not measured.config.get("fsdp_reduce_every_micro_batch")
+    if measured.plan.sizes.accumulation == 1 or measured.plan.sizes.copies == 1 or (whole > 0) == expected:
+        return None
+    what = "whole gradients" if expected else "only shards of gradients"
+    return f"{what} between micro batches were expected; {whole:,} elements are whole"
 
 
 def _options_acted(measured: Measured) -> str | None:
@@ -216,12 +236,12 @@ SWITCHES = (
         engine="rapidformer_templates.switches.fsdp.engine:FSDPEngine",
         freed_memory="given back",
         builds_in_shares=True,
-        receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
-        acted=_SHARES,
+        receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes", "whole_gradients_between"),
+        acted=first_finding(_SHARES, _gradients_divided),
     ),
     Switch(
         name="fsdp-options",
-        summary="Whether FSDP keeps parameters whole between forward and backward, and the type in which it sums "
+        summary="Whether FSDP keeps parameters whole between forward and backward, and when and in which type it sums "
         "gradients.",
         source="[torch]",
         precedence=Precedence.SHARD,
@@ -230,7 +250,10 @@ SWITCHES = (
         on={"fsdp_reshard_after_forward": False},
         off=OFF,
         predicts=Prediction(
-            {"activations": "without resharding, all whole parameters in addition"},
+            {
+                "activations": "without resharding, all whole parameters in addition; with one sum per step, all whole "
+                "gradients",
+            },
             always(time="gathering once or twice and the type of the sums make no difference"),
         ),
         engine_options=_options,

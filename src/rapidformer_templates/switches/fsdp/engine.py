@@ -49,7 +49,8 @@ class FSDPEngine(SingleEngine):
         group: number of workers that share one copy.
         receipts: measurements of the first step. ``parameter_bytes_in_backward`` is the bytes of parameters, whole or
             in shards, on this rank when a backward begins. ``whole_in_backward`` is the fraction of them that is whole.
-            ``gradients_summed_in`` lists the types of the gradient sums.
+            ``gradients_summed_in`` lists the types of the gradient sums. ``whole_gradients_between`` is the number of
+            elements of whole gradients that the last micro batch finds.
     """
 
     _divides_gradients = True
@@ -63,6 +64,7 @@ class FSDPEngine(SingleEngine):
         self.group = sharding.shard_size or workers.world
         self._experts_over = plan.engine_options.experts_over
         self.reshards = sharding.reshard_after_forward
+        self._reduces_each = sharding.reduce_every_micro_batch
         self._in_forward = False
         self._used: set[int] = set()  # ids of the parameters that got a gradient in this step on this worker
         self._views: list[tuple[torch.Tensor, int, nn.Module]] = []
@@ -266,7 +268,10 @@ class FSDPEngine(SingleEngine):
 
     def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         self._views, self._in_forward = [], True
-        self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
+        if last and self.receipts and "whole_gradients_between" not in self.receipts:
+            self._measure_gradients()
+        self._callable.set_requires_gradient_sync(last or self._reduces_each)  # type: ignore[operator]
+        self._callable.set_requires_all_reduce(last)  # type: ignore[operator] # the sum over copies, once
         if not self.reshards:
             # Parameters stay whole from the first micro batch to the last: without resharding there is memory for them.
             self._callable.set_reshard_after_backward(last)  # type: ignore[operator]
@@ -307,6 +312,16 @@ class FSDPEngine(SingleEngine):
         self.receipts["kept_whole"] = sum(p.numel() for p in self._whole_parameters)
         self.receipts["whole_in_backward"] = whole / sum(count for count, _ in sizes)
         self.receipts["gradients_summed_in"] = [name for name, dtype in REDUCE_TYPES.items() if dtype in types]
+
+    def _measure_gradients(self) -> None:
+        """Count the elements of whole gradients that earlier micro batches of the first step have left."""
+        units = (module for module in self.model.modules() if isinstance(module, FSDPModule))
+        sharded = (parameter for unit in units for group in _groups(unit) for parameter in group.fsdp_params)
+        # torch keeps a sum in another type than the gradients apart from them.
+        gradients = (
+            p.unsharded_accumulated_grad if p.unsharded_accumulated_grad is not None else _own(p) for p in sharded
+        )
+        self.receipts["whole_gradients_between"] = sum(g.numel() for g in gradients if g is not None)
 
     def _reshard(self) -> None:
         """Free whole parameters that are left from a forward without a backward, such as an evaluation."""
@@ -390,6 +405,11 @@ class ReduceAll:
                 if accumulated:  # in the same type as the others
                     parameter.to_accumulated_grad_if_needed()
         self._post_backward(*unused)
+
+
+def _own(parameter: ShardedParameter) -> torch.Tensor | None:
+    """Return the gradient of the whole parameter, if it was whole before."""
+    return parameter.unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
 
 
 def _groups(unit: FSDPModule) -> list[ParameterGroup]:
