@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rapidformer_templates.engines.construction import room_for
-from rapidformer_templates.planning.optimizer_states import FP32, ParameterShape
+from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.memory import largest_states
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
@@ -26,6 +26,8 @@ def setup_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> 
         share = max(whole // layout.world, 0 if layout.partitioning in ("fsdp", "zero-3") else owned)
         building = share + max(room_for(whole, layout.world), largest)
     if setting.gpu:
+        if layout.partitioning in ("zero-1", "zero-2") and setting.precision != "fp32":
+            building += BF16 * sum(facts.count for facts in model.all_parameters.values())  # beside the exact values
         return SetupMemory(owned + passing, building)
     peak = max(building, owned + passing)
     return SetupMemory(peak, peak)
@@ -52,7 +54,8 @@ def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, larg
             masters = sum(FP32 * facts.count for facts in everything if facts.is_trained) // layout.world
             return states.parameters + masters + states.gradients, largest
         case "zero-1" | "zero-2":
-            exact = 0 if setting.precision == "fp32" else _built_bytes(everything)  # until the masters have the values
+            # The exact values are in host memory until the masters have them.
+            exact = 0 if setting.precision == "fp32" or setting.gpu else _built_bytes(everything)
             return states.parameters + states.optimizer, exact
     owned = _built_bytes([facts.among(layout.experts) for facts in everything])
     if layout.partitioning in ("oss", "oss-sdp") and layout.replicas > 1 and not setting.gpu:

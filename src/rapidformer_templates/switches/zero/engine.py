@@ -38,7 +38,7 @@ from rapidformer_templates.system.workers import Workers, broadcast, close_group
 
 
 def cast(model: nn.Module, dtype: torch.dtype | None, workers: Workers) -> zero_state.Masters:
-    """Cast the parameters of a model in place for ZeRO-1 and ZeRO-2.
+    """Cast the parameters of a model in place for ZeRO-1 and ZeRO-2. The exact values wait in host memory.
 
     Args:
         dtype: the compute type. None keeps the types.
@@ -49,10 +49,11 @@ def cast(model: nn.Module, dtype: torch.dtype | None, workers: Workers) -> zero_
         if not _is_cast(parameter, dtype):
             continue
         if parameter.requires_grad:
-            exact = parameter.detach().to(workers.device)
+            exact = parameter.detach()
             if workers.world > 1:
+                exact = exact.to(workers.device)
                 broadcast(exact)
-            masters[canonical_name(name)] = 0, exact.flatten()
+            masters[canonical_name(name)] = 0, exact.to(accelerator.HOST).flatten()
         parameter.data = parameter.data.to(dtype)
     return masters
 
