@@ -225,7 +225,8 @@ def _declared_in_classes(path: Path) -> Iterator[str]:
 
 
 def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+    """Whether a name is the object of a class, or the context of an autograd function, which its backward reads."""
+    return isinstance(node, ast.Name) and node.id in ("self", "cls", "ctx")
 
 
 def test_no_fact_is_pinned_on_an_object() -> None:

@@ -453,5 +453,4 @@ def _copies_of(parameter: DTensor) -> list[list[int]]:
     dividing = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     together = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
     count = math.prod(mesh.shape[dim] for dim in dividing)
-    parts: list[list[int]] = mesh.permute(*dividing, *together).reshape(count, -1).tolist()
-    return parts
+    return mesh.permute(*dividing, *together).reshape(count, -1).tolist()

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx
 
 from rapidformer_templates.engines.forwards import matmuls_are_saved
 from rapidformer_templates.system import workers
@@ -104,33 +104,28 @@ def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
-class _Context(FunctionCtx):
-    peers: Peers
-    gradient_of: Transform
-
-
 class _Operation(torch.autograd.Function):
     """Computes a tensor from another one with ``forward``, and the gradient of its argument with ``backward``."""
 
     @staticmethod
-    def forward(ctx: _Context, forward: Transform, backward: Transform, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, forward: Transform, backward: Transform, x: torch.Tensor) -> torch.Tensor:
         ctx.gradient_of = backward
         return forward(x)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
         return None, None, ctx.gradient_of(gradient)
 
 
 class _CopyAllToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.peers = peers
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         present = [gradient for gradient in gradients if gradient is not None]
         sums: Iterator[torch.Tensor] = iter(())
         if present:
@@ -142,8 +137,7 @@ class _CopyAllToRegion(torch.autograd.Function):
 
 def _differentiable(x: torch.Tensor, forward: Transform, backward: Transform) -> torch.Tensor:
     """Return ``forward(x)``. The gradient of ``x`` is ``backward`` of the gradient of the result."""
-    result: torch.Tensor = _Operation.apply(forward, backward, x)
-    return result
+    return _Operation.apply(forward, backward, x)
 
 
 def copy_to_region(x: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -153,8 +147,7 @@ def copy_to_region(x: torch.Tensor, peers: Peers) -> torch.Tensor:
 
 def copy_all_to_region(tensors: Sequence[torch.Tensor], peers: Peers) -> tuple[torch.Tensor, ...]:
     """Do the same as :func:`copy_to_region` for several tensors of one type, with a single all-reduce."""
-    results: tuple[torch.Tensor, ...] = _CopyAllToRegion.apply(peers, *tensors)
-    return results
+    return _CopyAllToRegion.apply(peers, *tensors)
 
 
 def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:

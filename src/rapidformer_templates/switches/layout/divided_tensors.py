@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from rapidformer_templates.errors import DataError
@@ -137,17 +136,12 @@ def check_inside(inside: torch.Tensor, vocabulary: int, what: str) -> None:
         ) from None
 
 
-class _CrossEntropyContext(FunctionCtx):
-    kind: torch.dtype
-    saved_tensors: tuple[torch.Tensor, torch.Tensor]
-
-
 class _CrossEntropy(torch.autograd.Function):
     """The cross-entropy of each row, in fp32 or fp64."""
 
     @staticmethod
     def forward(
-        ctx: _CrossEntropyContext,
+        ctx: Any,
         logits: torch.Tensor,
         target: torch.Tensor,
         words: VocabularyShard,
@@ -160,7 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: _CrossEntropyContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         slope, counts = ctx.saved_tensors
         gradient = gradient.masked_fill(~counts, 0.0).unsqueeze(-1)  # not finite for a mean over no targets
         return (slope * gradient).to(ctx.kind), None, None, None, None

@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -159,13 +159,7 @@ class TokenDispatcher:
             counts: [workers, experts], numbers of tokens.
             tokens: number of tokens of this worker.
         """
-        rows: list[int] = counts.sum(1).tolist()
-        return rows
-
-
-class _ExchangeContext(FunctionCtx):
-    sizes: tuple[list[int], list[int]]
-    group: dist.ProcessGroup
+        return counts.sum(1).tolist()
 
 
 class Exchange(torch.autograd.Function):
@@ -176,14 +170,14 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _ExchangeContext, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.sizes = sent, received
         ctx.group = group
         return _exchange(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: _ExchangeContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sent, received = ctx.sizes
         return _exchange(gradients[0], received, sent, ctx.group), None, None, None
 

@@ -145,8 +145,7 @@ def is_marked(folder: Path) -> bool:
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """Read the configuration of the model that the adapters belong to."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(config_file(folder), local_files_only=True)
-    return config
+    return AutoConfig.from_pretrained(config_file(folder), local_files_only=True)
 
 
 def _fingerprints_in(folder: Path) -> dict[str, str]:

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -209,11 +208,6 @@ def ungroup(outputs: torch.Tensor, grouped: Grouped, weights: torch.Tensor) -> t
     return (returned.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1)
 
 
-class _RearrangeContext(FunctionCtx):
-    copies: int
-    saved_tensors: tuple[torch.Tensor]
-
-
 class Rearrange(torch.autograd.Function):
     """Copies each row ``copies`` times and reorders the copies.
 
@@ -223,7 +217,7 @@ class Rearrange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _RearrangeContext, rows: torch.Tensor, permutation: torch.Tensor, back: torch.Tensor, copies: int
+        ctx: Any, rows: torch.Tensor, permutation: torch.Tensor, back: torch.Tensor, copies: int
     ) -> torch.Tensor:
         """Return rows in which row ``i`` is copy ``permutation[i] % copies`` of row ``permutation[i] // copies``.
 
@@ -237,7 +231,7 @@ class Rearrange(torch.autograd.Function):
         return rows.index_select(0, permutation if copies == 1 else permutation // copies)
 
     @staticmethod
-    def backward(ctx: _RearrangeContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (back,) = ctx.saved_tensors
         gradient = gradients[0].index_select(0, back)
         return gradient if ctx.copies == 1 else gradient.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
@@ -348,8 +342,7 @@ def grouped_product(
     elif inputs.dtype != matrices.dtype:
         inputs = inputs.to(matrices.dtype)
     if inputs.dtype not in GROUPED_TYPES:
-        product: torch.Tensor = _SegmentProduct.apply(inputs, matrices, counts.tolist())
-        return product
+        return _SegmentProduct.apply(inputs, matrices, counts.tolist())
     ends = counts.cumsum(0).to(torch.int32)
     if all_routed:
         return F.grouped_mm(inputs, matrices, offs=ends)
@@ -395,18 +388,12 @@ def stack_product(
     return product + grouped_product(inner, up, counts, all_routed=all_routed) * factors.scaling
 
 
-class _CodesContext(FunctionCtx):
-    read: ReadStack
-    all_routed: bool
-    saved_tensors: tuple[torch.Tensor, torch.Tensor]
-
-
 class _CodesProduct(torch.autograd.Function):
     """A grouped product that saves the quantized codes for the backward, and not the dequantized stack."""
 
     @staticmethod
     def forward(
-        ctx: _CodesContext,
+        ctx: Any,
         inputs: torch.Tensor,
         stored: torch.Tensor,
         counts: torch.Tensor,
@@ -418,23 +405,18 @@ class _CodesProduct(torch.autograd.Function):
         return grouped_product(inputs, read(stored, inputs.dtype), counts, all_routed=all_routed)
 
     @staticmethod
-    def backward(ctx: _CodesContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (stored, counts), (gradient,) = ctx.saved_tensors, gradients
         turned = ctx.read(stored, gradient.dtype).transpose(1, 2)
         with torch.autocast(gradient.device.type, enabled=False):
             return grouped_product(gradient, turned, counts, all_routed=ctx.all_routed), None, None, None, None
 
 
-class _SegmentContext(FunctionCtx):
-    counts: list[int]
-    saved_tensors: tuple[torch.Tensor, torch.Tensor]
-
-
 class _SegmentProduct(torch.autograd.Function):
     """A grouped product with one matrix product per group, for fp64, which torch's grouped product does not support."""
 
     @staticmethod
-    def forward(ctx: _SegmentContext, inputs: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:
         ctx.save_for_backward(inputs, matrices)
         ctx.counts = [*counts, len(inputs) - sum(counts)]
         parts = inputs.split(ctx.counts)
@@ -442,7 +424,7 @@ class _SegmentProduct(torch.autograd.Function):
         return torch.cat([*products, inputs.new_zeros(ctx.counts[-1], matrices.shape[2])])
 
     @staticmethod
-    def backward(ctx: _SegmentContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         inputs, matrices = ctx.saved_tensors
         groups = list(zip(inputs.split(ctx.counts), gradients[0].split(ctx.counts), matrices, strict=False))
         to_inputs = [gradient @ matrix.T for _, gradient, matrix in groups]

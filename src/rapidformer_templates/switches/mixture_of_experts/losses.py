@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.data.loader import MicroBatch
@@ -178,8 +178,7 @@ class BalanceLosses:
         if not weights.requires_grad:  # neither the router nor anything before it is trained
             self._without_backward[layer] = record
             return weights
-        carried: torch.Tensor = _Attach.apply(weights, loss, record, self, layer)
-        return carried
+        return _Attach.apply(weights, loss, record, self, layer)
 
     def add_record(self, record: torch.Tensor, layer: int) -> None:
         """Add what a layer recorded in a micro batch that counts."""
@@ -254,19 +253,12 @@ def _load(records: torch.Tensor) -> torch.Tensor:
     return visits / visits.mean(1, keepdim=True).clamp(min=1e-9)
 
 
-class _AttachContext(FunctionCtx):
-    losses: BalanceLosses
-    layer: int
-    own_type: torch.dtype
-    saved_tensors: tuple[torch.Tensor]
-
-
 class _Attach(torch.autograd.Function):
     """Returns ``weights`` unchanged. In the backward, ``own`` gets its gradient in the objective."""
 
     @staticmethod
     def forward(
-        ctx: _AttachContext,
+        ctx: Any,
         weights: torch.Tensor,
         loss: torch.Tensor,
         record: torch.Tensor,
@@ -279,7 +271,7 @@ class _Attach(torch.autograd.Function):
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: _AttachContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (record,) = ctx.saved_tensors
         losses, unit = ctx.losses, record.new_zeros(())
         if losses._counts:

@@ -302,8 +302,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = saved.pop("model_type").removeprefix(CONVERTED)
     saved.pop("num_experts")
-    config: PreTrainedConfig = AutoConfig.for_model(kind, **saved)
-    return config
+    return AutoConfig.for_model(kind, **saved)
 
 
 def rebuild(model: PreTrainedModel) -> None:

@@ -228,8 +228,7 @@ class DeepSpeedEngine(SingleEngine):
             return accelerator.move(model, self.workers.device)
         divided, _, _, _ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
         divided.eval()
-        wrapped: nn.Module = divided
-        return wrapped
+        return divided
 
     def _convert(self, model: nn.Module, config: Mapping[str, Any]) -> zero_state.Masters:
         """Cast a model to the compute type, and partition it in stage 3. All workers get the values of the first."""
@@ -243,8 +242,7 @@ class DeepSpeedEngine(SingleEngine):
         return partition(model, config, self.compute_type, self.workers, self._construction)
 
     def _distribute(self) -> nn.Module:
-        wrapped: nn.Module = self._deepspeed
-        return wrapped
+        return self._deepspeed
 
     def _supports_async_step(self) -> bool:
         return False  # DeepSpeed reads the norm on the host

@@ -328,8 +328,7 @@ class FlatGroups(ZeroState):
         }
 
     def _gather_trained(self, parameter: Any) -> torch.Tensor:
-        whole: torch.Tensor = parameter.get_full_hp_param()
-        return whole
+        return parameter.get_full_hp_param()
 
 
 class PartitionedParameters(ZeroState):
@@ -440,8 +439,7 @@ class PartitionedParameters(ZeroState):
         return ForwardSequenceCheck(modules, trained, self.workers, "ZeRO-3")
 
     def _gather_trained(self, parameter: Any) -> torch.Tensor:
-        whole: torch.Tensor = self.optimizer.get_full_hp_param(parameter)
-        return whole
+        return self.optimizer.get_full_hp_param(parameter)
 
     @contextmanager
     def _gather_unpartitioned(self, tensor: Any, *, write: bool = False) -> Iterator[torch.Tensor]:
