@@ -29,7 +29,7 @@ from rapidformer_templates.models.blocks import (
     with_hidden,
 )
 from rapidformer_templates.planning.balance import balanced_cut
-from rapidformer_templates.switches.layout.pipeline_switch import PipelineParallelFlags
+from rapidformer_templates.switches.layout.declaration import PipelineParallelFlags
 from rapidformer_templates.switches.layout.tracing import (
     AFTER,
     BEFORE,
