@@ -199,7 +199,7 @@ ATTRIBUTES_OF_OTHERS = {
     "peft": "base_layer peft_config",
     "tokenizers": "normalizer pre_tokenizer",
     "argparse": "choices help usage",
-    "torch": "compiling found_inf global_var grad_scale meta optimize_ddp padding_idx recompile_limit "
+    "torch": "compiling found_inf global_var grad_scale meta optimize_ddp padding_idx post_backward recompile_limit "
     "skip_fwd_side_effects_in_bwd_under_checkpoint _boxed_call",
     "torch.autograd.Function": "then zeros",
     "onnxruntime": "graph_optimization_level inter_op_num_threads intra_op_num_threads optimized_model_filepath",

@@ -9,17 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rapidformer_templates.errors import counted
+from rapidformer_templates.planning import checks
 from rapidformer_templates.planning.balance import balanced_cut
-from rapidformer_templates.planning.checks import (
-    ENCODER_DECODER,
-    PARTITIONING,
-    Given,
-    clash,
-    nearest_divisor,
-    needs,
-    needs_template,
-    shown,
-)
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE
 from rapidformer_templates.planning.switch import (
@@ -81,11 +72,7 @@ class PipelineParallelFlags:
 
     pipeline_model_parallel_size: int = flag(1, "stages that the blocks are cut into", metavar="N", minimum=1)
     virtual_pipeline_size: int = flag(
-        1,
-        "stages per worker of a pipeline; above 1 they are interleaved",
-        metavar="N",
-        minimum=1,
-        only_with=_PIPELINE,
+        1, "stages per worker of a pipeline; above 1 they are interleaved", metavar="N", minimum=1, only_with=_PIPELINE
     )
     pipeline_stages: str | None = flag(
         None,
@@ -104,7 +91,7 @@ def _smaller(request: Request, name: str, fits: Callable[[int], bool]) -> tuple[
     """Suggest the largest smaller size of a dimension that fits and divides the workers, if there is one."""
     size, sizes = request.config.get(name), request.sizes
     others = sizes.divides // size
-    return nearest_divisor(name, size, lambda n: fits(n) and sizes.world % (n * others) == 0)
+    return checks.nearest_divisor(name, size, lambda n: fits(n) and sizes.world % (n * others) == 0)
 
 
 def _stages(request: Request) -> int:
@@ -125,7 +112,7 @@ def _only_in_trainer(request: Request) -> Iterator[Finding]:
 
     Why: the other templates keep the whole model and whole sequences in each worker.
     """
-    return needs_template(request, *PARALLEL)
+    return checks.needs_template(request, *PARALLEL)
 
 
 @LAYOUT_RULES.add("RF004", "[R, M]", "--tensor-model-parallel-size 2 --fsdp-memory-optimization --world-size 4")
@@ -138,7 +125,7 @@ def _few_partitions(request: Request) -> Iterator[Finding]:
     parallel = _parallel(request)
     # Context parallelism alone leaves all parameters to the engine of another switch.
     only_context = parallel == ("context-parallel",)
-    for switch in request.of_family(PARTITIONING):
+    for switch in request.of_family(checks.PARTITIONING):
         if not (switch.divides_copies and (only_context or switch.engine in (None, PARALLEL_ENGINE))):
             names, others = (switch.name, *parallel), " and ".join(parallel)
             yield Finding(f"{switch.name} does not work together with {others}", request.asked_for(*names), names)
@@ -230,10 +217,7 @@ TENSOR_PARALLEL = Switch(
     on={"tensor_model_parallel_size": 2},
     predicts=Prediction(
         dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each matrix")
-        | {
-            "activations": "a share of each block's and of the logits",
-            "time": "sums over the group",
-        }
+        | {"activations": "a share of each block's and of the logits", "time": "sums over the group"}
     ),
     templates=("Trainer",),
     notes=_tensor_notes,
@@ -258,14 +242,14 @@ def _needs_tensor_parallel(request: Request) -> list[Finding]:
 
     Why: it shards over the workers of a tensor-parallel group; a group of one has nothing to divide.
     """
-    return needs(request, "sequence-parallel", "tensor-parallel", add({"tensor_model_parallel_size": 2}))
+    return checks.needs(request, "sequence-parallel", "tensor-parallel", add({"tensor_model_parallel_size": 2}))
 
 
 def _sequence_acted(measured: Measured) -> str | None:
     tokens = measured.all("sequence_tokens")
     if any(own < whole or whole == 1 for own, whole in tokens):
         return None
-    return f"a part of each sequence on each worker was expected; [tokens held, in all] are {shown(tokens)}"
+    return f"a part of each sequence on each worker was expected; [tokens held, in all] are {checks.shown(tokens)}"
 
 
 SEQUENCE_PARALLEL = Switch(
@@ -299,7 +283,7 @@ def _heads_divide(request: Request) -> Iterator[Finding]:
     heads, sizes = request.model.num_attention_heads, request.sizes
     if request.config.get(KIND) == "all-to-all" and heads is not None and heads % (sizes.context * sizes.tensor):
         others = sizes.divides // sizes.context
-        changes = nearest_divisor(
+        changes = checks.nearest_divisor(
             CONTEXT, sizes.context, lambda n: not heads % (n * sizes.tensor) and not sizes.world % (n * others)
         )
         tensor = f" of tensor size {sizes.tensor}" if sizes.tensor > 1 else ""
@@ -334,7 +318,7 @@ def _context_acted(measured: Measured) -> str | None:
     divided = all(own in (-(-whole // size), -(-whole // (2 * size)) * 2) for own, whole in tokens)
     if tokens and divided and all(measured.all("context_attention")):
         return None
-    return f"shards of one {size}-th of each sequence were expected; [tokens held, in all] are {shown(tokens)}"
+    return f"shards of one {size}-th of each sequence were expected; [tokens held, in all] are {checks.shown(tokens)}"
 
 
 CONTEXT_PARALLEL = Switch(
@@ -406,11 +390,11 @@ def _predicted_stages(request: Request) -> Iterator[Finding]:
 
     Why: the search weighs one run of blocks per worker against those of the others; several would be weighed at once.
     """
-    by_memory, layers = Given("pipeline_stages", (AUTO_MEMORY,)), request.model.num_layers
-    yield from clash(request, by_memory, Given("virtual_pipeline_size"))
+    by_memory, layers = checks.Given("pipeline_stages", (AUTO_MEMORY,)), request.model.num_layers
+    yield from checks.clash(request, by_memory, checks.Given("virtual_pipeline_size"))
     if layers is not None and layers < request.sizes.pipeline:
         message = f"{layers} blocks are too few for {request.sizes.pipeline} stages"
-        yield from clash(request, by_memory, "pipeline-parallel", message=message)
+        yield from checks.clash(request, by_memory, "pipeline-parallel", message=message)
 
 
 @PIPELINE_RULES.add(
@@ -425,7 +409,7 @@ def _enough_blocks(request: Request) -> list[Finding]:
     if layers is None or stages <= layers:
         return []
     message = f"{layers} blocks are too few for {stages} stages"
-    return clash(request, Given("virtual_pipeline_size"), message=message)
+    return checks.clash(request, checks.Given("virtual_pipeline_size"), message=message)
 
 
 @PIPELINE_RULES.add(
@@ -437,7 +421,7 @@ def _one_run_of_blocks(request: Request) -> list[Finding]:
     Why: every block of a decoder needs the output of the encoder, but stages send one hidden state to the next.
     """
     message = "an encoder-decoder model cannot be cut into pipeline stages"
-    return clash(request, "pipeline-parallel", ENCODER_DECODER, message=message)
+    return checks.clash(request, "pipeline-parallel", checks.ENCODER_DECODER, message=message)
 
 
 def _pipeline_acted(measured: Measured) -> str | None:
@@ -446,7 +430,7 @@ def _pipeline_acted(measured: Measured) -> str | None:
     names = [name for stage in stages for name in stage]
     if len(stages) == measured.plan.sizes.pipeline and len(set(names)) == len(names):
         return None
-    actual = " and ".join(sorted(shown(stage) for stage in stages))
+    actual = " and ".join(sorted(checks.shown(stage) for stage in stages))
     return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {actual or 'none'}"
 
 
@@ -460,10 +444,7 @@ PIPELINE_PARALLEL = Switch(
     on={"pipeline_model_parallel_size": 2},
     predicts=Prediction(
         dict.fromkeys(("parameters", "gradients", "optimizer"), "those of a stage")
-        | {
-            "activations": "those of all micro batches in flight",
-            "time": "the bubble, and what stages send",
-        },
+        | {"activations": "those of all micro batches in flight", "time": "the bubble, and what stages send"}
     ),
     templates=("Trainer",),
     sizes={"pipeline": "pipeline_model_parallel_size"},

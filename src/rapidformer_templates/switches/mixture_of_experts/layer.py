@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -67,29 +67,14 @@ class SparseFeedForward(LossLayer):
         losses = self.losses
         logits = losses.gather(self.gate(rows))
         mask = losses.mask_of(logits)
-        routing = base_of(self.gate).route(logits, mask)  # type: ignore[operator]
-        weights = losses.attach(routing.weights, logits, routing.chosen, routing.is_kept, mask, self._layer)
-        weights, chosen = losses.local_part_of(weights), losses.local_part_of(routing.chosen)
-        is_kept = None if routing.is_kept is None else losses.local_part_of(routing.is_kept).flatten(0, 1)
+        chosen, weights, is_kept = base_of(self.gate).route(logits, mask)  # type: ignore[operator]
+        weights = losses.attach(weights, logits, chosen, is_kept, mask, self._layer)
+        weights, chosen = losses.local_part_of(weights), losses.local_part_of(chosen)
+        is_kept = None if is_kept is None else losses.local_part_of(is_kept).flatten(0, 1)
         grouped = group_by_expert(rows.flatten(0, 1), chosen.flatten(0, 1), is_kept, len(self.gate.weight))
         outputs = self.experts(grouped.tokens, grouped.counts, all_routed=is_kept is None)
         output = ungroup(outputs, grouped, weights.flatten(0, 1)).to(hidden.dtype).view_as(hidden)
         return output if self.dropout is None else self.dropout(output)
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The experts of the tokens of a batch. Shapes: B rows, T tokens each, N experts, K choices.
-
-    Attributes:
-        chosen: [B, T, K], experts in the order of their probability.
-        weights: [B, T, K], the weight of each chosen expert's output. Zero if the choice is dropped.
-        is_kept: [B, T, K], False if the choice is dropped, for padding or a full expert. None if nothing is dropped.
-    """
-
-    chosen: torch.Tensor
-    weights: torch.Tensor
-    is_kept: torch.Tensor | None
 
 
 class Gate(nn.Module):
@@ -114,8 +99,20 @@ class Gate(nn.Module):
         with torch.autocast(rows.device.type, enabled=False):
             return F.linear(rows.to(wide), self.weight.to(wide))
 
-    def route(self, logits: torch.Tensor, mask: torch.Tensor | None) -> Routing:
-        """Return the routing for ``logits`` [B, T, N] of whole samples. ``mask`` [B, T] is False for padding."""
+    def route(
+        self, logits: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Choose K experts for each token of whole samples.
+
+        Args:
+            logits: [B, T, N].
+            mask: [B, T], False for padding.
+
+        Returns:
+            (experts in the order of their probability, the weight of each one's output, whether a choice is kept),
+            [B, T, K] each. A choice is dropped for padding or a full expert, and its weight is zero. The last is None
+            if nothing is dropped.
+        """
         with torch.autocast(logits.device.type, enabled=False):
             weights, chosen = choose(logits, self.top_k)
         is_kept = None if mask is None else mask.unsqueeze(-1).expand_as(chosen)
@@ -123,7 +120,7 @@ class Gate(nn.Module):
             is_kept = within_capacity(chosen, is_kept, logits.shape[-1], self.capacity_factor)
         if is_kept is not None:
             weights = weights * is_kept
-        return Routing(chosen, weights, is_kept)
+        return chosen, weights, is_kept
 
 
 def choose(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,9 +191,8 @@ def group_by_expert(tokens: torch.Tensor, chosen: torch.Tensor, is_kept: torch.T
     """
     visits = (chosen if is_kept is None else chosen.where(is_kept, experts)).flatten()
     permutation = visits.argsort(stable=True)
-    back = torch.empty_like(permutation).scatter_(
-        0, permutation, torch.arange(len(permutation), device=permutation.device)
-    )
+    numbers = torch.arange(len(permutation), device=permutation.device)
+    back = torch.empty_like(permutation).scatter_(0, permutation, numbers)
     counts = torch.bincount(visits, minlength=experts + 1)[:experts]
     copies: torch.Tensor = Rearrange.apply(tokens, permutation, back, chosen.shape[-1])
     return Grouped(copies, counts, permutation, back)
@@ -393,12 +389,7 @@ class _CodesProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        inputs: torch.Tensor,
-        stored: torch.Tensor,
-        counts: torch.Tensor,
-        read: ReadStack,
-        all_routed: bool,
+        ctx: Any, inputs: torch.Tensor, stored: torch.Tensor, counts: torch.Tensor, read: ReadStack, all_routed: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(stored, counts)
         ctx.read, ctx.all_routed = read, all_routed
@@ -468,7 +459,7 @@ def patch_native_experts(model: Any, *, balance: float | None, z: float) -> Bala
     losses = BalanceLosses(len(routers), experts, balance=configured if balance is None else balance, z=z)
     losses.watch(model)
     for layer, router in enumerate(routers):
-        router.register_forward_hook(_Attached(losses, layer))
+        router.register_forward_hook(partial(_attach, losses, layer))
     return losses
 
 
@@ -489,33 +480,14 @@ def routers_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module) in kinds]
 
 
-class _Attached:
-    """A hook after a router, whose output is (logits, weights, experts) of all tokens, flattened."""
-
-    def __init__(self, losses: BalanceLosses, layer: int) -> None:
-        self.losses = losses
-        self.layer = layer
-
-    def __call__(self, router: nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        logits, weights, chosen = output
-        rows = self.losses.rows_of(logits)
-        mask = self.losses.mask_of(rows)
-        attached = self.losses.attach(weights, rows, self.losses.rows_of(chosen), None, mask, self.layer)
-        return logits, attached, chosen
-
-
-class Dispatcher(Protocol):
-    """Sends tokens to experts on other workers."""
-
-    def run(
-        self,
-        tokens: torch.Tensor,
-        counts: torch.Tensor,
-        experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        *,
-        all_routed: bool,
-    ) -> torch.Tensor:
-        """Return the outputs for these tokens. ``experts`` computes those of this worker's experts."""
+def _attach(
+    losses: BalanceLosses, layer: int, router: nn.Module, args: object, output: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Attach the losses after a router, whose output is (logits, weights, experts) of all tokens, flattened."""
+    logits, weights, chosen = output
+    rows = losses.rows_of(logits)
+    attached = losses.attach(weights, rows, losses.rows_of(chosen), None, losses.mask_of(rows), layer)
+    return logits, attached, chosen
 
 
 def grouped_experts(
@@ -524,13 +496,13 @@ def grouped_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     *,
-    dispatcher: Dispatcher | None = None,
+    dispatch: Callable[..., torch.Tensor] | None = None,
     share: int = 0,
 ) -> torch.Tensor:
     """Compute transformers' experts with grouped products. Has the signature of its ``ExpertsInterface``.
 
     Args:
-        dispatcher: sends tokens to experts on other workers, if the experts are divided.
+        dispatch: computes outputs with experts on other workers, if the experts are divided: ``TokenDispatcher.run``.
         share: which share of the experts this worker has.
     """
     product = partial(stack_product, experts, share=share)
@@ -543,8 +515,8 @@ def grouped_experts(
             inner = experts.act_fn(product("up_proj", tokens, counts))
         return product("down_proj", inner, counts)
 
-    if dispatcher is None:
+    if dispatch is None:
         outputs = compute(grouped.tokens, grouped.counts)
     else:
-        outputs = dispatcher.run(grouped.tokens, grouped.counts, compute, all_routed=True)
+        outputs = dispatch(grouped.tokens, grouped.counts, compute, all_routed=True)
     return ungroup(outputs, grouped, top_k_weights).to(hidden_states.dtype)
