@@ -199,7 +199,7 @@ ATTRIBUTES_OF_OTHERS = {
     "peft": "base_layer peft_config",
     "tokenizers": "normalizer pre_tokenizer",
     "argparse": "choices help usage",
-    "torch": "compiling found_inf global_var grad_scale meta optimize_ddp padding_idx recompile_limit "
+    "torch": "compiling found_inf global_var grad_scale meta optimize_ddp padding_idx post_backward recompile_limit "
     "skip_fwd_side_effects_in_bwd_under_checkpoint _boxed_call",
     "torch.autograd.Function": "then zeros",
     "onnxruntime": "graph_optimization_level inter_op_num_threads intra_op_num_threads optimized_model_filepath",
@@ -225,7 +225,8 @@ def _declared_in_classes(path: Path) -> Iterator[str]:
 
 
 def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+    """Whether a name is the object of a class, or the context of an autograd function, which its backward reads."""
+    return isinstance(node, ast.Name) and node.id in ("self", "cls", "ctx")
 
 
 def test_no_fact_is_pinned_on_an_object() -> None:

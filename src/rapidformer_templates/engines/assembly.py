@@ -13,6 +13,7 @@ from torch import nn
 from rapidformer_templates.engines.backwards import UNLIMITED, Derivatives
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.loss import AuxiliaryLosses, LossLayer
+from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import FrozenBase
 from rapidformer_templates.models.blocks import Placement, find_blocks
 from rapidformer_templates.planning.plan import Plan
@@ -56,6 +57,20 @@ class Assembly:
     def blocks(self) -> Mapping[str, nn.Module]:
         """The repeated blocks on this worker by name, in order."""
         return find_blocks(self.model) if self.placement.parts is None else self.placement.blocks
+
+    def require_blocks(self, user: str, flag: str) -> Mapping[str, nn.Module]:
+        """Return the blocks for a user of them, such as activation checkpointing.
+
+        Raises:
+            ModelError: there are none.
+        """
+        if not self.blocks:
+            raise ModelError(
+                f"{user} found no repeated blocks",
+                where=type(self.model).__name__,
+                hint=f"keep the blocks in an nn.ModuleList, or leave {flag} out",
+            )
+        return self.blocks
 
     def record(self, fact: object) -> None:
         """Add the fact of a switch. It replaces an earlier one of the same class."""

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.engines.shards import Shard, StateReader, local_part, whole_shard
+from rapidformer_templates.engines.shards import Shard, StateReader, as_dtensor, local_part, whole_shard
 from rapidformer_templates.errors import CheckpointError
 
 PREFIX = "group."
@@ -391,13 +391,7 @@ def _read_entry(
     values = shard.read_like(read)
     if not isinstance(parameter, DTensor):
         return values
-    return DTensor.from_local(
-        values.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return as_dtensor(values.to(parameter.device), parameter.device_mesh, parameter.placements, parameter)
 
 
 AVERAGE = "weight_average"

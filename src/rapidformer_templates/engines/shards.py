@@ -15,7 +15,8 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import get_total_norm
 
 from rapidformer_templates.engines.assembly import Assembly
@@ -131,6 +132,11 @@ class StateReader(Protocol):
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_dtensor(part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: torch.Tensor) -> DTensor:
+    """Return this rank's part of a tensor as a DTensor with the shape and the strides of the whole one."""
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def named_tensors(assembly: Assembly) -> dict[str, torch.Tensor]:

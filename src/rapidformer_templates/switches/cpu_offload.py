@@ -6,13 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import (
-    OFFLOAD_RULES,
-    PARTITIONING,
-    clash,
-    partitions_without_zero,
-    shown,
-)
+from rapidformer_templates.planning import checks
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizers import CPU_ADAM
 from rapidformer_templates.planning.switch import (
@@ -44,11 +38,13 @@ def _only_with_zero(request: Request) -> list[Finding]:
 
     Why: OSS, SDP, FSDP and the distributed optimizer keep their shards where the parameters are.
     """
-    return clash(request, "cpu-offload", partitions_without_zero)
+    return checks.clash(request, "cpu-offload", checks.partitions_without_zero)
 
 
 def _notes(request: Request) -> Sequence[str]:
-    by_deepspeed = any(switch.name.startswith("zero-") and switch.engine for switch in request.of_family(PARTITIONING))
+    by_deepspeed = any(
+        switch.name.startswith("zero-") and switch.engine for switch in request.of_family(checks.PARTITIONING)
+    )
     if request.environment.device != "cpu" or by_deepspeed:
         return ()
     return ("cpu-offload: this run is on a CPU, so the optimizer state is in host memory already: nothing to move",)
@@ -59,7 +55,7 @@ def _acted(measured: Measured) -> str | None:
     devices = {device for of_worker in measured.all("optimizer_state_device") for device in of_worker}
     rule = "optimizer_class"
     if devices - {"cpu"}:
-        return f"optimizer state in host memory was expected; it is on {shown(sorted(devices))}"
+        return f"optimizer state in host memory was expected; it is on {checks.shown(sorted(devices))}"
     if measured.plan.optimizer_implementation == CPU_ADAM.path and CPU_ADAM.name not in str(measured[rule]):
         return f"updates by {CPU_ADAM.path} were expected; {measured[rule]} makes them"
     return None
@@ -89,6 +85,6 @@ SWITCHES = (
         engine_options=lambda request, options: dataclasses.replace(options, offload="cpu"),
         receipt=("optimizer_state_bytes", "optimizer_state_device", "optimizer_class"),
         acted=_acted,
-        rules=(*RULES, *OFFLOAD_RULES),
+        rules=(*RULES, *checks.OFFLOAD_RULES),
     ),
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
 from rapidformer_templates.engines.shards import Copies
-from rapidformer_templates.switches.layout.experts import Exchange
+from rapidformer_templates.switches.layout.experts import TokenDispatcher
 from tests.support.worker_pool import run_in_workers
 
 SIZE = 8
@@ -41,13 +41,12 @@ def _in_two_workers(workers: Any, shards: str | None) -> dict[str, torch.Tensor]
     copies = {name: Copies() if name == "expert" else Copies(2, rank) for name in of}
     trained = [TrainedParameter(name, parameter, copies[name]) for name, parameter in of.items()]
     shared = ShardedGradients(trained, workers, shards=shards, tied={}, bucket_size=SIZE * SIZE)
-    tokens = dist.new_group()
+    dispatcher = TokenDispatcher(dist.new_group())
     there = [0, 3] if rank == 0 else [3, 0]
 
     def experts(rows: torch.Tensor) -> torch.Tensor:
-        arrived = Exchange.apply(rows, there, there, tokens)
-        back: torch.Tensor = Exchange.apply(torch.tanh(arrived @ of["expert"]), there, there, tokens)
-        return back
+        arrived = dispatcher.exchange(rows, there, there)
+        return dispatcher.exchange(torch.tanh(arrived @ of["expert"]), there, there)
 
     shared.begin_backward(last=True)
     _loss(rank, of, experts).backward()

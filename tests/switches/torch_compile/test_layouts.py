@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from rapidformer_templates.switches.layout import tensor_layers
+from rapidformer_templates.switches.layout import collectives
 from rapidformer_templates.switches.layout.collectives import copy_all_to_region
 from tests.support import parity
 from tests.support.compiled_jobs import train_exactly
@@ -88,7 +88,7 @@ def _train_with_breaks(workers: Any, job: str, flags: str) -> parity.Trained:
         torch._dynamo.graph_break()
         return copy_all_to_region(*arguments)
 
-    with mock.patch.object(tensor_layers, "copy_all_to_region", copy):
+    with mock.patch.object(collectives, "copy_all_to_region", copy):
         return train_exactly(workers, job, flags)
 
 

@@ -36,7 +36,7 @@ from rapidformer_templates.switches.auto_strategy.whole_training import (
     TrainingTerms,
     estimate_training,
 )
-from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
+from rapidformer_templates.switches.layout.declaration import AUTO_MEMORY
 from rapidformer_templates.system.launch import is_first_worker
 from rapidformer_templates.system.terminal import console
 

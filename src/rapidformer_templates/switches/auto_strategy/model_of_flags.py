@@ -30,7 +30,7 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShape
 from rapidformer_templates.switches.auto_strategy.stand_ins import FakeDataReads, no_loss
 from rapidformer_templates.switches.auto_strategy.step_seconds import CommunicationSizes
 from rapidformer_templates.switches.auto_strategy.tracing import Batch, loss_of_model
-from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
+from rapidformer_templates.switches.layout.declaration import AUTO_MEMORY
 from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate, own_experts, routers_of
 from rapidformer_templates.system.workers import Workers
 

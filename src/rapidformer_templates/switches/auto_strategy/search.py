@@ -48,7 +48,7 @@ from rapidformer_templates.switches.auto_strategy.step_seconds import predict_se
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware
 from rapidformer_templates.switches.auto_strategy.tracing import in_forks
 from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
-from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
+from rapidformer_templates.switches.layout.declaration import AUTO_MEMORY
 
 T = TypeVar("T", int, bool)
 

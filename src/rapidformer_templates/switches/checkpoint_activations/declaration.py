@@ -8,14 +8,7 @@ from typing import Literal
 
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import (
-    Measured,
-    Precedence,
-    Prediction,
-    Reasons,
-    Request,
-    Switch,
-)
+from rapidformer_templates.planning.switch import Measured, Precedence, Prediction, Reasons, Request, Switch
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
 
+FLAG = "--checkpoint-activations"
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with running statistics, which must see each batch only once."""
 
@@ -33,18 +34,11 @@ def checkpoint_activations(assembly: Assembly, building: Building[CheckpointActi
     Raises:
         ModelError: the model has no repeated blocks.
     """
-    blocks = assembly.blocks
-    if not blocks:
-        raise ModelError(
-            "activation checkpointing found no repeated blocks",
-            where=type(assembly.model).__name__,
-            hint="keep the blocks in an nn.ModuleList, or leave --checkpoint-activations out",
-        )
-    options = building.options
+    blocks, options = assembly.require_blocks("activation checkpointing", FLAG), building.options
     selective = options.recompute_granularity == "selective"
     for block in islice(blocks.values(), options.recompute_num_layers):
         norms = [module for module in block.modules() if isinstance(module, NORMS)]
-        block.forward = Checkpointed(block.forward, selective=selective, norms=norms, flag="--checkpoint-activations")
+        block.forward = Checkpointed(block.forward, selective=selective, norms=norms, flag=FLAG)
 
 
 class SavedTensors(Receipt):

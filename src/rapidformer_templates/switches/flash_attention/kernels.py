@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.autograd.profiler import profile
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -79,8 +78,7 @@ def packed_attention(
     # Rotary positions leave queries and keys in fp32 when autocast computes values in 16 bits.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if value.device.type == "cpu" and not package:
-        output: torch.Tensor = _on_cpu(query, key, value, borders, scale)[0]
-        return output
+        return _on_cpu(query, key, value, borders, scale)[0]
     rows, heads, tokens, size = query.shape
     flat = [part.transpose(1, 2).reshape(rows * tokens, part.shape[1], size) for part in (query, key, value)]
     lengths = (borders, borders, tokens, tokens)
@@ -150,13 +148,8 @@ def _(
     return torch.empty_like(query), torch.empty_like(key), value.new_empty(value.shape)
 
 
-class _PackedContext(FunctionCtx):
-    scale: float
-    saved_tensors: tuple[torch.Tensor, ...]
-
-
 def _save_for_backward(
-    ctx: _PackedContext,
+    ctx: Any,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float],
     output: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
@@ -165,7 +158,7 @@ def _save_for_backward(
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: _PackedContext, gradient: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, gradient: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
     return (*_backward_on_cpu(gradient, *ctx.saved_tensors, ctx.scale), None, None)
 
 

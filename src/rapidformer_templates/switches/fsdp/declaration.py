@@ -8,17 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rapidformer_templates.errors import counted
-from rapidformer_templates.planning.checks import (
-    PARTITIONING,
-    Given,
-    check_even_shards,
-    divides_parameters,
-    first_finding,
-    idle_without_copies,
-    nearest_divisor,
-    needs,
-    shown,
-)
+from rapidformer_templates.planning import checks
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import Dimension, EngineOptions, shards_of_experts
 from rapidformer_templates.planning.request import precision
@@ -45,7 +35,7 @@ class FsdpFlags:
     fsdp_memory_optimization: bool = flag(
         False,
         "FSDP: shard optimizer state, gradients and parameters (torch fully_shard)",
-        choice=PARTITIONING,
+        choice=checks.PARTITIONING,
         usual=True,
     )
 
@@ -96,12 +86,12 @@ def _options_need_fsdp(request: Request) -> Iterator[Finding]:
     loss scale small ones vanish in fp16.
     """
     options = (
-        Given("fsdp_reshard_after_forward", (False,)),
-        Given("fsdp_reduce_dtype"),
-        Given("fsdp_reduce_every_micro_batch", (False,)),
+        checks.Given("fsdp_reshard_after_forward", (False,)),
+        checks.Given("fsdp_reduce_dtype"),
+        checks.Given("fsdp_reduce_every_micro_batch", (False,)),
     )
     way, message = add({"fsdp_memory_optimization": True}), "{} has no effect without --fsdp-memory-optimization"
-    yield from needs(request, options, "fsdp", way, message=message)
+    yield from checks.needs(request, options, "fsdp", way, message=message)
     # 16-bit sums need 16-bit products, and fp16 sums need the loss scale of fp16.
     reduce_dtype, computed = request.config.get("fsdp_reduce_dtype"), precision(request.config, request.environment)
     if reduce_dtype is None or "fsdp" not in request.active:
@@ -133,9 +123,11 @@ def _workers_of_a_copy(measured: Measured) -> int:
     return int(measured.config.get(SIZE) or measured.plan.sizes.copies)
 
 
-_SHARES = first_finding(
-    check_even_shards(among=_workers_of_a_copy, updated_elements="optimizer state", gradient_elements="gradients"),
-    divides_parameters,
+_SHARES = checks.first_finding(
+    checks.check_even_shards(
+        among=_workers_of_a_copy, updated_elements="optimizer state", gradient_elements="gradients"
+    ),
+    checks.divides_parameters,
 )
 
 
@@ -152,7 +144,7 @@ def _gradients_divided(measured: Measured) -> str | None:
 def _options_acted(measured: Measured) -> str | None:
     requested, summed = measured.config.get("fsdp_reduce_dtype"), measured["gradients_summed_in"]
     if requested is not None and summed != [requested]:
-        return f"gradients summed in {requested} were expected; they are summed in {shown(summed)}"
+        return f"gradients summed in {requested} were expected; they are summed in {checks.shown(summed)}"
     whole = measured["whole_in_backward"]
     if measured.config.get("fsdp_reshard_after_forward") or measured.plan.sizes.copies == 1 or whole == 1:
         return None
@@ -171,7 +163,7 @@ def _groups_fit(request: Request) -> Iterator[Finding]:
         every = counted(workers, "worker")
         uneven = f"{every} cannot be divided into groups of {size}"
         message = uneven if size > 1 else "a group of one worker shards nothing"
-        nearest = nearest_divisor(SIZE, min(size, workers), lambda n: workers % n == 0)
+        nearest = checks.nearest_divisor(SIZE, min(size, workers), lambda n: workers % n == 0)
         changes = (*nearest, drop({SIZE: None}, "one group of all workers"))
         yield Finding(message, (*request.asked(SIZE), f"{every} in all"), changes=changes)
 
@@ -224,15 +216,12 @@ SWITCHES = (
         options=FsdpFlags,
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each parameter")
-            | {
-                "activations": "and the whole parameters of the blocks at work",
-                "time": "what is gathered and summed",
-            }
+            | {"activations": "and the whole parameters of the blocks at work", "time": "what is gathered and summed"}
         ),
-        family=PARTITIONING,
+        family=checks.PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS, Resource.PARAMETERS}),
         divides_copies=True,
-        notes=idle_without_copies("fsdp: one worker, so there is nothing to shard"),
+        notes=checks.idle_without_copies("fsdp: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.fsdp.engine:FSDPEngine",
         freed_memory="given back",
         builds_in_shares=True,

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from rapidformer_templates.engines.backwards import Derivatives, ForwardSequence
 from rapidformer_templates.engines.construction import take_part
 from rapidformer_templates.engines.contract import Engine, Receipt, bytes_by_kind, sum_of_bits
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, local_part
+from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, as_dtensor, local_part
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks, is_quantized, note_shape, shape_of
 from rapidformer_templates.planning.plan import Plan, expert_shard_dim, shards_of_experts
@@ -81,11 +81,9 @@ class FSDPEngine(SingleEngine):
 
     def _apply_fully_shard(self, model: nn.Module, reshard: bool | None) -> None:
         """Shard a model in place, unit by unit."""
-        policy = MixedPrecisionPolicy()
-        if self.compute_type is not None:
-            # Parameters are gathered in the compute type. Gradients are summed in fp32, unless the user chooses another
-            # type.
-            policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
+        # Parameters are gathered in the compute type. Gradients are summed in fp32, or in a type that the user chooses.
+        reduce_type = self.reduce_type if self.compute_type is not None else None
+        policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=reduce_type)
         for module in list(model.modules()):
             if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):  # already divided
                 accelerator.move(module, self.workers.device)
@@ -132,9 +130,7 @@ class FSDPEngine(SingleEngine):
             module, key = owners[0]
             spec = module.get_parameter(key)
             assert isinstance(spec, DTensor)
-            shard = DTensor.from_local(
-                values, spec.device_mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride()
-            )
+            shard = as_dtensor(values, spec.device_mesh, spec.placements, spec)
             parameter = nn.Parameter(shard, requires_grad=spec.requires_grad)
             for module, key in owners:
                 module.register_parameter(key, parameter)
@@ -178,22 +174,15 @@ class FSDPEngine(SingleEngine):
         mesh = self._mesh_of_experts
         shard_mesh = mesh[(COPIES, SHARDS) if mesh.size(0) > 1 else SHARDS]
         for name, parameter in list(stack.named_parameters(recurse=False)):
-            share = DTensor.from_local(
-                local_part(parameter).detach(),
-                mesh[EXPERTS],
-                [ShardPlacement(0)],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            share = as_dtensor(local_part(parameter).detach(), mesh[EXPERTS], [ShardPlacement(0)], parameter)
             stack.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
         shards = mesh[SHARDS].size()
+
+        def placement(parameter: nn.Parameter) -> ShardPlacement:
+            return ShardPlacement(expert_shard_dim(parameter.shape, shards))
+
         fully_shard(
-            stack,
-            mesh=shard_mesh,
-            mp_policy=policy,
-            reshard_after_forward=reshard,
-            shard_placement_fn=lambda parameter: ShardPlacement(expert_shard_dim(parameter.shape, shards)),
+            stack, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
         )
 
     @cached_property
@@ -224,12 +213,11 @@ class FSDPEngine(SingleEngine):
             parameters = [p.sharded_param for group in groups for p in group.fsdp_params]
             trained[name] = [names[id(p)] for p in parameters if p.requires_grad]
             for group in groups:
-                group.post_backward = ReduceAll(group, self._used)
+                group.post_backward = _reduce_all(group, self._used)
             unit.register_forward_hook(self._record_views)
         self._whole_parameters = [p for p in self._parameters if not isinstance(p, DTensor)]
-        self._sequence_check = (
-            ForwardSequenceCheck(units, trained, self.workers, "FSDP") if self.workers.world > 1 else None
-        )
+        check = ForwardSequenceCheck(units, trained, self.workers, "FSDP")
+        self._sequence_check = check if self.workers.world > 1 else None
         return self.model
 
     def _record_views(self, unit: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -347,74 +335,50 @@ class FSDPEngine(SingleEngine):
         super().load(reader, optimizer=optimizer)
 
 
-class ShardedParameter(Protocol):
-    """A parameter as FSDP holds it (torch's ``FSDPParam``)."""
+def _reduce_all(group: Any, used: set[int]) -> Callable[..., None]:
+    """Return a ``post_backward`` of a group that reduces all trained parameters, with zeros where no gradient is.
 
-    sharded_param: nn.Parameter
-    unsharded_param: nn.Parameter
-    unsharded_accumulated_grad: torch.Tensor | None
-
-    def reset_sharded_param(self) -> None:
-        """Take over the parameter that the module has instead of ``sharded_param``."""
-
-    def to_accumulated_grad_if_needed(self) -> None:
-        """Move a gradient to the accumulated one, in the type in which it is reduced."""
-
-
-class ParameterGroup(Protocol):
-    """The parameters that a unit gathers and reduces together (torch's ``FSDPParamGroup``)."""
-
-    fsdp_params: Sequence[ShardedParameter]
-    reduce_grads: bool
-    post_backward: Callable[..., None]
-    _reduce_dtype: torch.dtype | None
-    _orig_dtype: torch.dtype
-
-
-class ReduceAll:
-    """Reduces all trained parameters of a group each time, with zeros where there is no gradient.
-
-    It replaces ``post_backward`` of the group. torch calls that once all gradients of the unit are computed: from the
-    backward of the unit's inputs (``RegisterPostBackwardFunction``), or at the end of the whole backward if no input
-    needs a gradient or the unit was not reached (``_root_post_backward_final_callback``). It reduces only parameters
-    that have a gradient. Workers with different graphs would then sum gradients of different parameters, or wait for
-    one another forever.
+    torch calls ``post_backward`` once all gradients of the unit are computed: from the backward of the unit's inputs
+    (``RegisterPostBackwardFunction``), or at the end of the whole backward if no input needs a gradient or the unit was
+    not reached (``_root_post_backward_final_callback``). Its own reduces only parameters that have a gradient. Workers
+    with different graphs would then sum gradients of different parameters, or wait for one another forever.
 
     Args:
-        group: the group.
+        group: the parameters that a unit gathers and reduces together (torch's ``FSDPParamGroup``).
         used: gets the ids of the parameters that have a gradient on this worker.
     """
+    post_backward = group.post_backward
 
-    def __init__(self, group: ParameterGroup, used: set[int]) -> None:
-        self._group, self._used = group, used
-        self._post_backward = group.post_backward
-
-    def __call__(self, *unused: object) -> None:
-        if self._group.reduce_grads:
-            trained = [p for p in self._group.fsdp_params if p.sharded_param.requires_grad]
+    def reduce(*unused: object) -> None:
+        if group.reduce_grads:
+            trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
             accumulated = any(p.unsharded_accumulated_grad is not None for p in trained)
             for parameter in trained:
                 unsharded = parameter.unsharded_param
                 if parameter.unsharded_accumulated_grad is not None:
-                    self._used.add(id(parameter.sharded_param))
+                    used.add(id(parameter.sharded_param))
                     continue
                 if unsharded.grad is not None:
-                    self._used.add(id(parameter.sharded_param))
+                    used.add(id(parameter.sharded_param))
                 else:
                     unsharded.grad = torch.zeros_like(unsharded)
                 if accumulated:  # in the same type as the others
                     parameter.to_accumulated_grad_if_needed()
-        self._post_backward(*unused)
+        post_backward(*unused)
+
+    return reduce
 
 
-def _own(parameter: ShardedParameter) -> torch.Tensor | None:
+def _own(parameter: Any) -> torch.Tensor | None:
     """Return the gradient of the whole parameter, if it was whole before."""
-    return parameter.unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
+    gradient: torch.Tensor | None = parameter.unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
+    return gradient
 
 
-def _groups(unit: FSDPModule) -> list[ParameterGroup]:
+def _groups(unit: FSDPModule) -> list[Any]:
+    """Return torch's ``FSDPParamGroup`` of a unit, or several."""
     state: Any = unit._get_fsdp_state()
-    groups: list[ParameterGroup | None] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
@@ -473,5 +437,4 @@ def _copies_of(parameter: DTensor) -> list[list[int]]:
     dividing = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     together = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
     count = math.prod(mesh.shape[dim] for dim in dividing)
-    parts: list[list[int]] = mesh.permute(*dividing, *together).reshape(count, -1).tolist()
-    return parts
+    return mesh.permute(*dividing, *together).reshape(count, -1).tolist()

@@ -7,15 +7,7 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planning.checks import Given, clash
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import (
-    Finding,
-    Measured,
-    Precedence,
-    Prediction,
-    Request,
-    RuleList,
-    Switch,
-)
+from rapidformer_templates.planning.switch import Finding, Measured, Precedence, Prediction, Request, RuleList, Switch
 from rapidformer_templates.planning.tasks import tasks_with
 
 

@@ -168,8 +168,7 @@ def linear_cross_entropy(
     """
     words = words or VocabularyShard(len(weight))
     recipe = recipe.of_words(words.begin, words.begin + len(weight))
-    total: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, target, recipe, words)
-    return total
+    return _LinearCrossEntropy.apply(hidden, weight, bias, target, recipe, words)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -23,14 +23,7 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.contract import Probe, Receipt
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.divided_tensor import (
-    DividedTensor,
-    LossHead,
-    VocabularyShard,
-    flattens_rows,
-    rows_of_view,
-    selects_rows,
-)
+from rapidformer_templates.models import divided_tensor
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
     Cast,
     LossRecipe,
@@ -72,7 +65,7 @@ def fuse_loss(assembly: Assembly, building: Building[object]) -> None:
     head.used, head.rows, head.columns = set(), 0, 0
 
 
-class FusedHead(LossHead):
+class FusedHead(divided_tensor.LossHead):
     """A language model's last layer. In training, it delays its product until the loss is computed.
 
     In evaluation, it is a normal linear layer. In training, it returns :class:`Logits`. It is called again when
@@ -106,7 +99,7 @@ class FusedHead(LossHead):
         hidden: torch.Tensor,
         target: torch.Tensor | None = None,
         recipe: LossRecipe | None = None,
-        words: VocabularyShard | None = None,
+        words: divided_tensor.VocabularyShard | None = None,
     ) -> torch.Tensor:
         if target is None or recipe is None:
             return super().forward(hidden)
@@ -260,7 +253,9 @@ class Logits(tuple[object, ...]):
     # Selecting and reshaping rows.
 
     def view(self, *shape: Any) -> Logits:
-        rows = rows_of_view(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, self.shape)
+        rows = divided_tensor.rows_of_view(
+            shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, self.shape
+        )
         if rows is None:
             _refuse(f"a shape of {tuple(shape)}, which cuts their {self.shape[-1]} words")
         return self._of_rows(self._hidden.reshape(*rows, self._hidden.shape[-1]))
@@ -268,7 +263,7 @@ class Logits(tuple[object, ...]):
     reshape = view
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Logits:
-        if not flattens_rows(self.ndim, start_dim, end_dim):
+        if not divided_tensor.flattens_rows(self.ndim, start_dim, end_dim):
             _refuse("flattening their words")
         return self._of_rows(self._hidden.flatten(start_dim, end_dim))
 
@@ -276,7 +271,7 @@ class Logits(tuple[object, ...]):
         return self
 
     def __getitem__(self, index: Any) -> Logits:
-        if not selects_rows(index, self.ndim):
+        if not divided_tensor.selects_rows(index, self.ndim):
             _refuse(f"the part {index!r}")
         return self._of_rows(self._hidden[index])
 
@@ -332,7 +327,7 @@ class Logits(tuple[object, ...]):
             _refuse(f"a cross-entropy of {tuple(self.shape)} and {tuple(target.shape)}, not of rows and their words")
         recipe = LossRecipe(self._origin.pointwise, ignore_index, label_smoothing)
         hidden = self._hidden
-        if isinstance(hidden, DividedTensor):
+        if isinstance(hidden, divided_tensor.DividedTensor):
             total = hidden.summed(self._origin.head.loss(hidden.local, hidden.part_of(target), recipe))
         else:
             total = self._origin.head.loss(hidden, target, recipe)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx
 
 from rapidformer_templates.engines.forwards import matmuls_are_saved
 from rapidformer_templates.system import workers
@@ -104,33 +104,28 @@ def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
-class _Context(FunctionCtx):
-    peers: Peers
-    gradient_of: Transform
-
-
 class _Operation(torch.autograd.Function):
     """Computes a tensor from another one with ``forward``, and the gradient of its argument with ``backward``."""
 
     @staticmethod
-    def forward(ctx: _Context, forward: Transform, backward: Transform, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, forward: Transform, backward: Transform, x: torch.Tensor) -> torch.Tensor:
         ctx.gradient_of = backward
         return forward(x)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
         return None, None, ctx.gradient_of(gradient)
 
 
 class _CopyAllToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.peers = peers
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         present = [gradient for gradient in gradients if gradient is not None]
         sums: Iterator[torch.Tensor] = iter(())
         if present:
@@ -140,21 +135,19 @@ class _CopyAllToRegion(torch.autograd.Function):
         return None, *(None if gradient is None else next(sums) for gradient in gradients)
 
 
-def _differentiable(x: torch.Tensor, forward: Transform, backward: Transform) -> torch.Tensor:
+def differentiable(x: torch.Tensor, forward: Transform, backward: Transform) -> torch.Tensor:
     """Return ``forward(x)``. The gradient of ``x`` is ``backward`` of the gradient of the result."""
-    result: torch.Tensor = _Operation.apply(forward, backward, x)
-    return result
+    return _Operation.apply(forward, backward, x)
 
 
 def copy_to_region(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """Pass a whole tensor into divided layers. The backward pass sums the partial gradients that come from them."""
-    return _differentiable(x, lambda x: x.view_as(x), peers.sum_copy)
+    return differentiable(x, lambda x: x.view_as(x), peers.sum_copy)
 
 
 def copy_all_to_region(tensors: Sequence[torch.Tensor], peers: Peers) -> tuple[torch.Tensor, ...]:
     """Do the same as :func:`copy_to_region` for several tensors of one type, with a single all-reduce."""
-    results: tuple[torch.Tensor, ...] = _CopyAllToRegion.apply(peers, *tensors)
-    return results
+    return _CopyAllToRegion.apply(peers, *tensors)
 
 
 def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -162,7 +155,7 @@ def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
 
     The result overwrites ``x``, unless a backward reads ``x`` again.
     """
-    return _differentiable(
+    return differentiable(
         x, lambda x: peers.sum(x.detach().clone() if matmuls_are_saved() else x.detach()), lambda gradient: gradient
     )
 
@@ -179,14 +172,14 @@ def gather(x: torch.Tensor, peers: Peers, dim: int, length: int, *, partial: boo
     """
     dim, step = dim % x.ndim, x.shape[dim]
     share_of = peers.reduce_scatter if partial else peers.scatter
-    return _differentiable(x, lambda x: peers.gather(x, dim, length), lambda gradient: share_of(gradient, dim, step))
+    return differentiable(x, lambda x: peers.gather(x, dim, length), lambda gradient: share_of(gradient, dim, step))
 
 
 def reduce_scatter(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
     """Reduce-scatter a partial tensor along ``dim``. All shares have the same length."""
     length = x.shape[dim]
     step = -(-length // peers.size)
-    return _differentiable(
+    return differentiable(
         x, lambda x: peers.reduce_scatter(x, dim, step), lambda gradient: peers.gather(gradient, dim, length)
     )
 
@@ -198,14 +191,14 @@ def scatter(x: torch.Tensor, peers: Peers, dim: int, *, even: bool) -> torch.Ten
     """
     dim, length = dim % x.ndim, x.shape[dim]
     step = -(-length // peers.size) if even else None
-    return _differentiable(
+    return differentiable(
         x, lambda x: peers.scatter(x, dim, step), lambda gradient: peers.gather(gradient, dim, length)
     )
 
 
 def all_reduce_both_ways(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """All-reduce: sum a tensor over the workers."""
-    return _differentiable(x, peers.sum_copy, peers.sum_copy)
+    return differentiable(x, peers.sum_copy, peers.sum_copy)
 
 
 def all_to_all(x: torch.Tensor, peers: Peers, *, split_dim: int, concat_dim: int) -> torch.Tensor:
@@ -217,7 +210,7 @@ def all_to_all(x: torch.Tensor, peers: Peers, *, split_dim: int, concat_dim: int
         split_dim: the dimension that is whole before.
         concat_dim: the dimension that is whole after.
     """
-    return _differentiable(
+    return differentiable(
         x,
         lambda x: peers.all_to_all(x, split_dim, concat_dim),
         lambda gradient: peers.all_to_all(gradient, concat_dim, split_dim),

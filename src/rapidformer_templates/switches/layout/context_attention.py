@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -223,20 +222,13 @@ def ring_attention(
     Returns:
         Shape (samples, heads, tokens, size of a head).
     """
-    result: torch.Tensor = _Ring.apply(query, key, value, attention_mask, peers)
-    return result
-
-
-class _RingContext(FunctionCtx):
-    attention_mask: AttentionMask
-    peers: Peers
-    saved_tensors: tuple[torch.Tensor, ...]
+    return _Ring.apply(query, key, value, attention_mask, peers)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _RingContext,
+        ctx: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -265,9 +257,7 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(
-        ctx: _RingContext, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         query, key, value, output, sums = ctx.saved_tensors
         attention_mask, peers, wide = ctx.attention_mask, ctx.peers, sums.dtype
         groups, outer = _by_keys(query, key), _by_keys(gradient, key)

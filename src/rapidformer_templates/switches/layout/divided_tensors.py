@@ -17,22 +17,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.models.divided_tensor import (
-    DividedTensor,
-    Handler,
-    TorchFunction,
-    VocabularyShard,
-    has_divided,
-    losses_and_slope,
-)
+from rapidformer_templates.models import divided_tensor
 from rapidformer_templates.switches.layout.collectives import Peers, all_reduce, all_reduce_both_ways, gather
 
 
-class DividedLogits(DividedTensor):
+class DividedLogits(divided_tensor.DividedTensor):
     """Logits with the last dimension divided over workers. Shape, type and device describe the whole tensor.
 
     Attributes:
@@ -61,7 +53,7 @@ class DividedLogits(DividedTensor):
         """Return other values for the same tokens."""
         return DividedLogits(local, self.peers, self.shape[-1])
 
-    def view_rows(self, function: TorchFunction, rows: Sequence[int]) -> DividedLogits:
+    def view_rows(self, function: divided_tensor.TorchFunction, rows: Sequence[int]) -> DividedLogits:
         return self.with_local(function(self.local, (*rows, self.local.shape[-1])))
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
@@ -91,7 +83,7 @@ class DividedLogits(DividedTensor):
         return f"DividedLogits({tuple(self.shape)}, {self.local.shape[-1]} columns here)"
 
 
-class DividedVocabularyShard(VocabularyShard):
+class DividedVocabularyShard(divided_tensor.VocabularyShard):
     """The range of the vocabulary whose logits are on this worker."""
 
     def __init__(self, peers: Peers, count: int) -> None:
@@ -137,30 +129,25 @@ def check_inside(inside: torch.Tensor, vocabulary: int, what: str) -> None:
         ) from None
 
 
-class _CrossEntropyContext(FunctionCtx):
-    kind: torch.dtype
-    saved_tensors: tuple[torch.Tensor, torch.Tensor]
-
-
 class _CrossEntropy(torch.autograd.Function):
     """The cross-entropy of each row, in fp32 or fp64."""
 
     @staticmethod
     def forward(
-        ctx: _CrossEntropyContext,
+        ctx: Any,
         logits: torch.Tensor,
         target: torch.Tensor,
-        words: VocabularyShard,
+        words: divided_tensor.VocabularyShard,
         ignored: int,
         smoothing: float,
     ) -> torch.Tensor:
-        losses, slope = losses_and_slope(logits, target, words, ignored, smoothing)
+        losses, slope = divided_tensor.losses_and_slope(logits, target, words, ignored, smoothing)
         ctx.save_for_backward(slope, target != ignored)
         ctx.kind = logits.dtype
         return losses
 
     @staticmethod
-    def backward(ctx: _CrossEntropyContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         slope, counts = ctx.saved_tensors
         gradient = gradient.masked_fill(~counts, 0.0).unsqueeze(-1)  # not finite for a mean over no targets
         return (slope * gradient).to(ctx.kind), None, None, None, None
@@ -169,7 +156,7 @@ class _CrossEntropy(torch.autograd.Function):
 Places = NDArray[np.int64]
 
 
-class DividedRows(DividedTensor):
+class DividedRows(divided_tensor.DividedTensor):
     """A tensor (…, features) in which each worker has some of the rows.
 
     Attributes:
@@ -179,7 +166,7 @@ class DividedRows(DividedTensor):
         peers: the workers that have the other rows.
     """
 
-    handlers: ClassVar[dict[TorchFunction, Handler]] = {}
+    handlers: ClassVar[dict[divided_tensor.TorchFunction, divided_tensor.Handler]] = {}
     places: Places
     peers: Peers
 
@@ -200,7 +187,7 @@ class DividedRows(DividedTensor):
 
     def whole(self) -> torch.Tensor:
         """Gather all rows into a plain tensor. Call it on every worker of the group."""
-        local = self.local.whole() if isinstance(self.local, DividedTensor) else self.local
+        local = self.local.whole() if isinstance(self.local, divided_tensor.DividedTensor) else self.local
         return self.scattered(local).view(self.shape)
 
     def scattered(self, local: torch.Tensor) -> torch.Tensor:
@@ -222,7 +209,7 @@ class DividedRows(DividedTensor):
         """Return other values for the same rows."""
         return DividedRows(local, self.rows, self.places, self.peers)
 
-    def view_rows(self, function: TorchFunction, rows: Sequence[int]) -> DividedRows:
+    def view_rows(self, function: divided_tensor.TorchFunction, rows: Sequence[int]) -> DividedRows:
         others = -math.prod(rows) if -1 in rows else 1
         missing = math.prod(self.rows) // max(others, 1)
         return DividedRows(self.local, [missing if size == -1 else size for size in rows], self.places, self.peers)
@@ -273,8 +260,8 @@ _handles = DividedRows.handles
     torch.sqrt, torch.exp, torch.abs, torch.sigmoid, torch.relu, functional.gelu, functional.silu, functional.relu,
     functional.tanh, functional.dropout, functional.softplus,
 )  # fmt: skip
-def _each_value(function: TorchFunction, divided: object, *args: object, **kwargs: object) -> object:
-    if not isinstance(divided, DividedRows) or kwargs.get("inplace") or has_divided((args, kwargs)):
+def _each_value(function: divided_tensor.TorchFunction, divided: object, *args: object, **kwargs: object) -> object:
+    if not isinstance(divided, DividedRows) or kwargs.get("inplace") or divided_tensor.has_divided((args, kwargs)):
         return NotImplemented
     if any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
         return NotImplemented
@@ -282,9 +269,9 @@ def _each_value(function: TorchFunction, divided: object, *args: object, **kwarg
 
 
 @_handles(functional.linear, functional.layer_norm, functional.rms_norm)
-def _each_row(function: TorchFunction, divided: object, *args: object, **kwargs: object) -> object:
+def _each_row(function: divided_tensor.TorchFunction, divided: object, *args: object, **kwargs: object) -> object:
     """A product with a matrix, or a norm over the last dimension."""
-    if not isinstance(divided, DividedRows) or has_divided((args, kwargs)):
+    if not isinstance(divided, DividedRows) or divided_tensor.has_divided((args, kwargs)):
         return NotImplemented
     shape = args[0] if args else kwargs.get("normalized_shape")
     if function is not functional.linear and len(tuple(shape)) != 1:  # type: ignore[arg-type]
@@ -294,10 +281,10 @@ def _each_row(function: TorchFunction, divided: object, *args: object, **kwargs:
 
 @_handles(_T.mean, torch.mean, _T.var, torch.var)
 def _over_features(
-    function: TorchFunction, divided: DividedRows, dim: object = None, *args: object, **kwargs: object
+    function: divided_tensor.TorchFunction, divided: DividedRows, dim: object = None, *args: object, **kwargs: object
 ) -> object:
     last = dim in (-1, divided.ndim - 1, (-1,), [-1])
-    if not last or not kwargs.get("keepdim") or has_divided((args, kwargs)):
+    if not last or not kwargs.get("keepdim") or divided_tensor.has_divided((args, kwargs)):
         return NotImplemented
     return divided.with_local(function(divided.local, -1, *args, **kwargs))
 
@@ -306,7 +293,7 @@ def _over_features(
     _T.mul, _T.__mul__, _T.__rmul__, _T.div, _T.__truediv__, _T.add, _T.__add__, _T.__radd__, _T.sub, _T.__sub__,
     torch.mul, torch.div, torch.add, torch.sub,
 )  # fmt: skip
-def _with_another(function: TorchFunction, one: object, other: object, **kwargs: object) -> object:
+def _with_another(function: divided_tensor.TorchFunction, one: object, other: object, **kwargs: object) -> object:
     """Combine divided rows with a number, a vector of features, or other divided rows at the same places."""
     divided = one if isinstance(one, DividedRows) else other
     if kwargs or not isinstance(divided, DividedRows):
@@ -325,7 +312,7 @@ def _matching_local(divided: DividedRows, value: object) -> object:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
     vector = value.ndim == 1 and divided.ndim > 1 and value.shape[0] in (1, divided.shape[-1])
-    return value if vector and not isinstance(value, DividedTensor) else NotImplemented
+    return value if vector and not isinstance(value, divided_tensor.DividedTensor) else NotImplemented
 
 
 class OnRows:

@@ -7,14 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.errors import counted
-from rapidformer_templates.planning.checks import (
-    PARTITIONING,
-    TOGETHER_REVERSED,
-    Given,
-    clash,
-    idle_without_copies,
-    nearest_divisor,
-)
+from rapidformer_templates.planning import checks
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Dimension
 from rapidformer_templates.planning.switch import (
@@ -89,17 +82,15 @@ def _groups_fit(request: Request) -> Iterator[Finding]:
     size, workers = request.config.get(SIZE), request.sizes.copies
     if size is not None and request.config.get("expert_parallel") and size != workers:
         message = f"--expert-parallel divides over all {workers} workers, not over {size}"
-        yield from clash(request, Given("expert_parallel"), Given(SIZE), message=message)
+        yield from checks.clash(request, checks.Given("expert_parallel"), checks.Given(SIZE), message=message)
     elif size is not None and workers % size:
         message = f"{counted(workers, 'worker')} cannot be divided into groups of {size}"
-        changes = (*nearest_divisor(SIZE, min(size, workers), lambda n: workers % n == 0), drop({SIZE: None}))
+        changes = (*checks.nearest_divisor(SIZE, min(size, workers), lambda n: workers % n == 0), drop({SIZE: None}))
         yield Finding(message, (*request.asked(SIZE), _group_text(request)), ("expert-parallel",), changes)
 
 
 @RULES.add(
-    "RF074",
-    "[fairscale, deepspeed]",
-    "--num-experts 4 --expert-parallel --zero-3-memory-optimization --world-size 2",
+    "RF074", "[fairscale, deepspeed]", "--num-experts 4 --expert-parallel --zero-3-memory-optimization --world-size 2"
 )
 def _partitions_copies(request: Request) -> list[Finding]:
     """Divided experts can be combined only with partitioning of a parameter's states among the workers that have copies
@@ -110,9 +101,9 @@ def _partitions_copies(request: Request) -> list[Finding]:
     """
 
     def ignores_copies(switch: Switch) -> bool:
-        return switch.family in (PARTITIONING, "offload") and not switch.divides_copies
+        return switch.family in (checks.PARTITIONING, "offload") and not switch.divides_copies
 
-    return clash(request, "expert-parallel", ignores_copies, message=TOGETHER_REVERSED)
+    return checks.clash(request, "expert-parallel", ignores_copies, message=checks.TOGETHER_REVERSED)
 
 
 def _dimensions(request: Request) -> Sequence[Dimension]:
@@ -145,7 +136,7 @@ EXPERT_PARALLEL = Switch(
         | {"time": "tokens to the experts and back, each over the same distance"},
         always(activations="as if as many tokens arrived as left: the gate decides how many do"),
     ),
-    notes=idle_without_copies("expert-parallel: one worker, so there is nothing to divide"),
+    notes=checks.idle_without_copies("expert-parallel: one worker, so there is nothing to divide"),
     transform="rapidformer_templates.switches.layout.experts:divide_experts",
     engine="rapidformer_templates.switches.layout.experts:ExpertParallelEngine",
     builds_in_shares=True,

@@ -8,14 +8,13 @@ the workers as under DDP, or as the engine of 3D layouts does it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,17 +23,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.local import DDPEngine
-from rapidformer_templates.engines.shards import COPIES, NO_COPIES, copies_of, local_part
+from rapidformer_templates.engines.shards import COPIES, NO_COPIES, as_dtensor, copies_of, local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import base_of
-from rapidformer_templates.switches.mixture_of_experts.layer import (
-    IMPLEMENTATION,
-    Experts,
-    group_by_expert,
-    grouped_experts,
-    own_experts,
-    ungroup,
-)
+from rapidformer_templates.switches.layout.collectives import differentiable
+from rapidformer_templates.switches.mixture_of_experts import layer as mixture
 from rapidformer_templates.switches.mixture_of_experts.transform import sparse_layers
 from rapidformer_templates.system.workers import broadcast
 
@@ -47,9 +40,13 @@ def divide_experts(assembly: Assembly, building: Building[object]) -> None:
     if over == 1:
         return
     assembly.limit_derivatives(1, "--expert-parallel")  # the exchange of tokens is differentiated once
-    native = own_experts(model)
+    native = mixture.own_experts(model)
     stacks = [*(base_of(layer.experts) for _, layer in sparse_layers(model)), *native]
-    _check(stacks, over)
+    counts = {len(parameter) for stack in stacks for parameter in stack.parameters()}
+    if uneven := [count for count in counts if count % over]:
+        message = f"{uneven[0]} experts cannot be divided evenly over {over} workers"
+        hint = "choose a size that divides the number of experts"
+        raise ModelError(message, where="--expert-model-parallel-size", hint=hint)
     shape = (workers.pipeline, workers.copies // over, over, workers.tensor)
     mesh = workers.open_mesh(shape, ("pipeline", COPIES, "experts", "tensor"))
     ranks = np.moveaxis(np.arange(workers.world).reshape(shape), 2, -1).reshape(-1, over)
@@ -61,26 +58,17 @@ def divide_experts(assembly: Assembly, building: Building[object]) -> None:
             stack.register_parameter(name, _local_share(parameter, mesh[COPIES, "experts", "tensor"]))
     for _, layer in sparse_layers(model):
         experts = base_of(layer.experts)
-        assert isinstance(experts, Experts)
+        assert isinstance(experts, mixture.Experts)
         experts.share = share
         layer.set_submodule("experts", DividedExperts(layer.experts, dispatcher))
     if native:
         assert isinstance(model, PreTrainedModel)
-        implementation = f"{IMPLEMENTATION}_{next(_numbers)}"  # another model of this process has another dispatcher
-        divided = partial(grouped_experts, dispatcher=dispatcher, share=share)
+        implementation = (
+            f"{mixture.IMPLEMENTATION}_{next(_numbers)}"  # another model of this process has another dispatcher
+        )
+        divided = partial(mixture.grouped_experts, dispatch=dispatcher.run, share=share)
         ALL_EXPERTS_FUNCTIONS.register(implementation, divided)
         model.set_experts_implementation(implementation)
-
-
-def _check(stacks: Sequence[nn.Module], over: int) -> None:
-    counts = {len(parameter) for stack in stacks for parameter in stack.parameters()}
-    uneven = [count for count in counts if count % over]
-    if uneven:
-        raise ModelError(
-            f"{uneven[0]} experts cannot be divided evenly over {over} workers",
-            where="--expert-model-parallel-size",
-            hint="choose a size that divides the number of experts",
-        )
 
 
 def _local_share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -92,14 +80,7 @@ def _local_share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     parts = local_part(parameter).detach().chunk(mesh["experts"].size())
     values = parts[mesh.get_local_rank("experts")].clone()
     broadcast(values, group=mesh.get_group(COPIES))  # copies may have drawn different values
-    share = DTensor.from_local(
-        values,
-        mesh,
-        [Replicate(), Shard(0), *features],
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    share = as_dtensor(values, mesh, [Replicate(), Shard(0), *features], parameter)
     return nn.Parameter(share, requires_grad=parameter.requires_grad)
 
 
@@ -109,7 +90,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class DividedExperts(nn.Module):
     """The experts of a layer, some on this worker and the others on other workers."""
 
-    def __init__(self, experts: Experts, dispatcher: TokenDispatcher) -> None:
+    def __init__(self, experts: mixture.Experts, dispatcher: TokenDispatcher) -> None:
         super().__init__()
         self.module = experts  # canonical names skip this name
         self._dispatcher = dispatcher
@@ -140,17 +121,17 @@ class TokenDispatcher:
         incoming = incoming.view(world, -1)  # [senders, experts on this worker]
         sent, received = self.rows(counts.view(world, -1), len(tokens)), self.rows(incoming, len(tokens))
         routed = sum(sent)
-        local_tokens: torch.Tensor = Exchange.apply(tokens[:routed], sent, received, self._group)
+        local_tokens = self.exchange(tokens[:routed], sent, received)
 
         # The tokens arrive sorted by sender, and are regrouped by expert.
         local_experts = incoming.shape[1]
         experts_here = torch.arange(local_experts, device=tokens.device).repeat(world)
         expert_of_token = experts_here.repeat_interleave(incoming.flatten(), output_size=sum(received))
-        grouped = group_by_expert(local_tokens, expert_of_token.unsqueeze(1), None, local_experts)
+        grouped = mixture.group_by_expert(local_tokens, expert_of_token.unsqueeze(1), None, local_experts)
         outputs = experts(grouped.tokens, grouped.counts)
-        outputs = ungroup(outputs, grouped, torch.ones_like(expert_of_token, dtype=outputs.dtype).unsqueeze(1))
+        outputs = mixture.ungroup(outputs, grouped, torch.ones_like(expert_of_token, dtype=outputs.dtype).unsqueeze(1))
 
-        back: torch.Tensor = Exchange.apply(outputs, received, sent, self._group)
+        back = self.exchange(outputs, received, sent)
         return back if all_routed else torch.cat([back, back.new_zeros(len(tokens) - routed, back.shape[1])])
 
     def rows(self, counts: torch.Tensor, tokens: int) -> list[int]:
@@ -160,39 +141,19 @@ class TokenDispatcher:
             counts: [workers, experts], numbers of tokens.
             tokens: number of tokens of this worker.
         """
-        rows: list[int] = counts.sum(1).tolist()
-        return rows
+        return counts.sum(1).tolist()
 
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send each worker its rows and receive those of the others. Gradients go in the other direction."""
 
-class _ExchangeContext(FunctionCtx):
-    sizes: tuple[list[int], list[int]]
-    group: dist.ProcessGroup
+        def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+            result = rows.new_empty(sum(received), rows.shape[1])
+            dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self._group)
+            return result
 
-
-class Exchange(torch.autograd.Function):
-    """Sends each worker its rows and receives those of the others.
-
-    The backward sends gradients in the other direction.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: _ExchangeContext, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.sizes = sent, received
-        ctx.group = group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: _ExchangeContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sent, received = ctx.sizes
-        return _exchange(gradients[0], received, sent, ctx.group), None, None, None
-
-
-def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    result = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-    return result
+        return differentiable(
+            rows, lambda x: exchange(x, sent, received), lambda gradient: exchange(gradient, received, sent)
+        )
 
 
 class ExpertParallelEngine(DDPEngine):

@@ -29,17 +29,9 @@ from rapidformer_templates.models.blocks import (
     with_hidden,
 )
 from rapidformer_templates.planning.balance import balanced_cut
-from rapidformer_templates.switches.layout.pipeline_switch import PipelineParallelFlags
-from rapidformer_templates.switches.layout.tracing import (
-    AFTER,
-    BEFORE,
-    NO_DERIVATIVES,
-    WITHIN,
-    called_twice_error,
-    holders,
-    not_called_error,
-    trace,
-)
+from rapidformer_templates.switches.layout import tracing
+from rapidformer_templates.switches.layout.declaration import PipelineParallelFlags
+from rapidformer_templates.switches.layout.tracing import AFTER, BEFORE, WITHIN
 
 Result = TypeVar("Result")
 
@@ -58,7 +50,7 @@ def cut_into_stages(assembly: Assembly, building: Building[PipelineParallelFlags
     cut = PipelineCut(assembly, workers.pipeline, building.try_loss)
     sizes = cut.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
     assembly.placement = cut.remove_other_stages(sizes, workers.pipeline_rank)
-    assembly.limit_derivatives(*NO_DERIVATIVES)
+    assembly.limit_derivatives(*tracing.NO_DERIVATIVES)
     if building.construction:
         of_stage = workers.world // workers.pipeline
         stages = [range(first, first + of_stage) for first in range(0, workers.world, of_stage)]
@@ -87,14 +79,9 @@ class PipelineCut:
         try_loss: Callable[[nn.Module], torch.Tensor | tuple[torch.Tensor, object]],
     ) -> None:
         self.assembly, self.model = assembly, assembly.model
-        self.blocks, self.pipeline = assembly.blocks, pipeline
-        if not self.blocks:
-            raise ModelError(
-                "pipeline parallelism found no repeated blocks",
-                where=type(self.model).__name__,
-                hint="keep the blocks in an nn.ModuleList, or leave --pipeline-model-parallel-size out",
-            )
-        self.flow = trace(self.model, self.blocks, try_loss)
+        self.blocks = assembly.require_blocks("pipeline parallelism", "--pipeline-model-parallel-size")
+        self.pipeline = pipeline
+        self.flow = tracing.trace(self.model, self.blocks, try_loss)
         self.module_ranks = self._module_ranks()
 
     def _module_ranks(self) -> dict[str, frozenset[int]]:
@@ -112,7 +99,7 @@ class PipelineCut:
                 ranks = everywhere
             module_ranks[name] = ranks
         # It is unknown where modules that are never called matter.
-        around = holders(self.model, self.blocks)
+        around = tracing.holders(self.model, self.blocks)
         for name, module in self.model.named_modules():
             has_ranks = name in module_ranks or name in around or self._block_of(name) is not None
             if not has_ranks and next(module.parameters(recurse=False), None) is not None:
@@ -287,7 +274,7 @@ class StageRunner:
             except LeaveStage as leaving:
                 return leaving.hidden
             if not self._entered or self._last is not None:
-                raise not_called_error()
+                raise tracing.not_called_error()
             return result
 
     @contextmanager
@@ -321,7 +308,7 @@ class StageRunner:
             return None
         self._entered += 1
         if self._entered > 1:
-            raise called_twice_error()
+            raise tracing.called_twice_error()
         hidden_state = hidden_of(args, kwargs)
         if self._hidden is None:
             # Like the real output of another stage, its replacement requires a gradient, so that a graph is built for

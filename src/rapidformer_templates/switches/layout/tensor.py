@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.construction import ModelUnderConstruction, take_part
 from rapidformer_templates.engines.contract import Engine, Receipt
+from rapidformer_templates.engines.shards import as_dtensor
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.layout import tensor_plan
+from rapidformer_templates.switches.layout import tensor_layers, tensor_plan
 from rapidformer_templates.switches.layout import tensor_styles as tensor_styles
 from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.sequence_shards import (
@@ -26,30 +27,17 @@ from rapidformer_templates.switches.layout.sequence_shards import (
     Streams,
     draws_random_numbers,
 )
-from rapidformer_templates.switches.layout.tensor_layers import (
-    AroundColumns,
-    Divided,
-    EnteringColumn,
-    FeatureShardedExperts,
-    GatheredColumn,
-    OnLocalParameters,
-    Region,
-    Regions,
-    Row,
-    SplitRow,
-    VocabularyEmbedding,
-    VocabularyHead,
-)
+from rapidformer_templates.switches.layout.tensor_layers import Regions, VocabularyHead
 from rapidformer_templates.switches.layout.tensor_plan import TensorPlan
 from rapidformer_templates.system.workers import broadcast
 
-LAYERS: dict[str, Callable[..., Divided]] = {
-    **dict.fromkeys(tensor_styles.ROW, Row),
-    tensor_styles.SPLIT_ROW: SplitRow,
-    tensor_styles.GATHERED_COLUMN: GatheredColumn,
-    tensor_styles.EMBEDDING: VocabularyEmbedding,
+LAYERS: dict[str, Callable[..., tensor_layers.Divided]] = {
+    **dict.fromkeys(tensor_styles.ROW, tensor_layers.Row),
+    tensor_styles.SPLIT_ROW: tensor_layers.SplitRow,
+    tensor_styles.GATHERED_COLUMN: tensor_layers.GatheredColumn,
+    tensor_styles.EMBEDDING: tensor_layers.VocabularyEmbedding,
     tensor_styles.VOCABULARY_HEAD: VocabularyHead,
-    tensor_styles.EXPERTS: FeatureShardedExperts,
+    tensor_styles.EXPERTS: tensor_layers.FeatureShardedExperts,
 }
 """The forward that replaces that of a styled module. Column-parallel layers keep theirs."""
 
@@ -95,12 +83,11 @@ def divide_matrices(assembly: Assembly, building: Building[object]) -> None:
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     shards = SequenceShards(peers, streams) if "sequence-parallel" in building.plan.switches else None
     blocks = block_lists(assembly)
-    if shards is not None and not blocks:
-        raise ModelError("sequence parallelism found no repeated blocks", where=type(model).__name__)
+    if shards is not None:
+        assembly.require_blocks("sequence parallelism", "--sequence-parallel")
     if shards is not None and plan.is_user_plan:
-        hint = "leave out --sequence-parallel"
         message = "sequence parallelism needs a plan of the architecture, but the model brings its own tensor_plan"
-        raise ModelError(message, where="--sequence-parallel", hint=hint)
+        raise ModelError(message, where="--sequence-parallel", hint="leave out --sequence-parallel")
     partial = plan.partial | (_computed_on_shards(model, plan, blocks) if shards else frozenset())
     head = _install(model, plan, Regions(peers, streams, shards), partial)
     if shards is not None:
@@ -143,7 +130,7 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
         keys = [key for key, parameter in module._parameters.items() if parameter is not None]
         if keys:
             parts = [key for key in keys if f"{name}.{key}" in partial]
-            module.forward = OnLocalParameters(module, module.forward, parts, regions.peers)
+            module.forward = tensor_layers.OnLocalParameters(module, module.forward, parts, regions.peers)
     modules = dict(model.named_modules())
     head = _install_layers(modules, plan, regions)
     # The modules whose inputs go into column-parallel layers.
@@ -154,7 +141,8 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
         for size in plan.local_sizes:
             if hasattr(region, size):
                 setattr(region, size, getattr(region, size) // regions.peers.size)
-        region.forward = (AroundColumns if plan.is_user_plan else Region)(region, region.forward, regions)
+        kind = tensor_layers.AroundColumns if plan.is_user_plan else tensor_layers.Region
+        region.forward = kind(region, region.forward, regions)
     if regions.shards is not None:
         for name in _undivided_modules(plan):
             modules[name].forward = OnWholeSequence(modules[name].forward, regions.shards)
@@ -174,7 +162,7 @@ def _install_layers(modules: dict[str, nn.Module], plan: TensorPlan, regions: Re
             if isinstance(module, Conv1D):
                 module.nf //= regions.peers.size
             if plan.is_user_plan:
-                module.forward = EnteringColumn(module, module.forward, regions)
+                module.forward = tensor_layers.EnteringColumn(module, module.forward, regions)
     return head
 
 
@@ -239,23 +227,17 @@ def _shard_parameters(
             if id(parameter) not in sharded:
                 division = plan.divisions.get(names[id(parameter)])
                 placement = Replicate() if division is None else division.placement
-                shard = DTensor.from_local(
-                    take_part(
-                        parameter,
-                        placement,
-                        peers.size,
-                        peers.rank,
-                        construction=construction,
-                        ranks=ranks,
-                        group=peers.group,
-                        device=parameter.device,
-                    ),
-                    mesh,
-                    [placement],
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=torch.empty(parameter.shape, device="meta").stride(),
+                part = take_part(
+                    parameter,
+                    placement,
+                    peers.size,
+                    peers.rank,
+                    construction=construction,
+                    ranks=ranks,
+                    group=peers.group,
+                    device=parameter.device,
                 )
+                shard = as_dtensor(part, mesh, [placement], torch.empty(parameter.shape, device="meta"))
                 sharded[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             module._parameters[key] = sharded[id(parameter)]
         if construction is not None:

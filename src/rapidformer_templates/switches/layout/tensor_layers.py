@@ -17,15 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from rapidformer_templates.switches.layout.collectives import (
-    Peers,
-    all_reduce,
-    copy_all_to_region,
-    copy_to_region,
-    gather,
-    reduce_scatter,
-    scatter,
-)
+from rapidformer_templates.switches.layout import collectives
 from rapidformer_templates.switches.layout.divided_tensors import DividedLogits, DividedVocabularyShard, check_inside
 from rapidformer_templates.switches.layout.sequence_shards import DIM, SequenceShards, Streams, first_argument
 
@@ -45,7 +37,7 @@ class Regions:
         shards: the shards of the sequence. None without sequence parallelism.
     """
 
-    peers: Peers
+    peers: collectives.Peers
     streams: Streams
     shards: SequenceShards | None = None
 
@@ -58,15 +50,15 @@ class Regions:
         """Return the whole input of divided layers."""
         if self.length is None:
             self.streams.enter_local_rng()
-            return copy_to_region(x, self.peers)
-        return gather(x, self.peers, DIM, self.length, partial=True)
+            return collectives.copy_to_region(x, self.peers)
+        return collectives.gather(x, self.peers, DIM, self.length, partial=True)
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
         """Combine the partial results of divided layers for the layers that follow."""
         if self.length is None:
             self.streams.leave_local_rng()
-            return all_reduce(x, self.peers)
-        return reduce_scatter(x, self.peers, DIM)
+            return collectives.all_reduce(x, self.peers)
+        return collectives.reduce_scatter(x, self.peers, DIM)
 
 
 class OnLocalParameters:
@@ -79,7 +71,7 @@ class OnLocalParameters:
         peers: those workers.
     """
 
-    def __init__(self, module: nn.Module, forward: Forward, partial: Collection[str], peers: Peers) -> None:
+    def __init__(self, module: nn.Module, forward: Forward, partial: Collection[str], peers: collectives.Peers) -> None:
         functools.update_wrapper(self, forward)
         self.module = module
         self.forward = forward
@@ -97,7 +89,7 @@ class OnLocalParameters:
         if self.partial and torch.is_grad_enabled():
             # No walrus: whether torch.compile can trace one in a comprehension depends on how the variables are named.
             partial = [local[key] for key in self.partial]
-            whole = copy_all_to_region([part for part in partial if part is not None], self.peers)
+            whole = collectives.copy_all_to_region([part for part in partial if part is not None], self.peers)
             local |= dict(zip(self.partial, whole, strict=True))
         return local
 
@@ -159,7 +151,7 @@ class Region(Divided):
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         for name in OTHER_SEQUENCES:
             if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = copy_to_region(kwargs[name], self.regions.peers)
+                kwargs[name] = collectives.copy_to_region(kwargs[name], self.regions.peers)
         if args:
             return self.forward(self.regions.begin(args[0]), *args[1:], **kwargs)
         kwargs[self.first] = self.regions.begin(kwargs[self.first])
@@ -172,7 +164,7 @@ class EnteringColumn(Divided):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.regions.streams.is_local:
             self.regions.streams.enter_local_rng()
-        return self.forward(copy_to_region(x, self.regions.peers))
+        return self.forward(collectives.copy_to_region(x, self.regions.peers))
 
 
 class AroundColumns(Divided):
@@ -197,9 +189,10 @@ class FeatureShardedExperts(Divided):
     def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
         peers = self.regions.peers
         inputs = [
-            copy_to_region(x, peers) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args
+            collectives.copy_to_region(x, peers) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for x in args
         ]
-        return all_reduce(self.forward(*inputs, **kwargs), peers)
+        return collectives.all_reduce(self.forward(*inputs, **kwargs), peers)
 
 
 class Row(Divided):
@@ -225,7 +218,7 @@ class SplitRow(Row):
     """A row-parallel layer with whole activations as its input."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return super().__call__(scatter(x, self.regions.peers, -1, even=False))
+        return super().__call__(collectives.scatter(x, self.regions.peers, -1, even=False))
 
 
 class GatheredColumn(Divided):
@@ -236,8 +229,12 @@ class GatheredColumn(Divided):
         self.features = module.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return gather(
-            self.forward(copy_to_region(x, self.regions.peers)), self.regions.peers, -1, self.features, partial=False
+        return collectives.gather(
+            self.forward(collectives.copy_to_region(x, self.regions.peers)),
+            self.regions.peers,
+            -1,
+            self.features,
+            partial=False,
         )
 
 
@@ -257,7 +254,7 @@ class VocabularyEmbedding(Divided):
         check_inside((tokens >= 0) & (tokens < self.vocabulary), self.vocabulary, "token of the input")
         elsewhere = (tokens < self.begin) | (tokens >= self.end)
         rows = self.forward((tokens - self.begin).masked_fill(elsewhere, 0))
-        return all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.peers)
+        return collectives.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.peers)
 
 
 class VocabularyHead(Divided):
@@ -283,7 +280,7 @@ class VocabularyHead(Divided):
         self.columns = (end - begin, self.vocabulary)
         result: torch.Tensor
         if loss:
-            result = self.forward(copy_to_region(x, self.peers), *loss, words=self.words)
+            result = self.forward(collectives.copy_to_region(x, self.peers), *loss, words=self.words)
             return result
-        logits = DividedLogits(self.forward(copy_to_region(x, self.peers)), self.peers, self.vocabulary)
+        logits = DividedLogits(self.forward(collectives.copy_to_region(x, self.peers)), self.peers, self.vocabulary)
         return logits if self.module.training else logits.whole()

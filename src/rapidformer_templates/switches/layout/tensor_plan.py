@@ -22,23 +22,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import adapter_parts, name_without_adapters, trained_whole
 from rapidformer_templates.models.blocks import AbsentModule
 from rapidformer_templates.models.divided_tensor import LossHead
-from rapidformer_templates.switches.layout.tensor_styles import (
-    COLUMN,
-    EMBEDDING,
-    EXPERTS,
-    EXPERTS_COLUMN,
-    EXPERTS_ROW,
-    GATHERED_COLUMN,
-    KNOWN,
-    LOCAL_SIZES,
-    PARTIAL,
-    PARTS,
-    PLANS,
-    REPLICATED,
-    ROW,
-    SPLIT_ROW,
-    VOCABULARY_HEAD,
-)
+from rapidformer_templates.switches.layout import tensor_styles
 
 
 @dataclass(frozen=True)
@@ -101,14 +85,14 @@ def tensor_plan_of(model: nn.Module) -> TensorPlan:
         for parameter, division in _divided_parameters(model, name, style):
             if division is not None and divisions.setdefault(id(parameter), division) != division:
                 raise ModelError(f"{name} shares a parameter that is divided differently", where=_WHERE)
-            if style == PARTIAL:
+            if style == tensor_styles.PARTIAL:
                 partial.add(id(parameter))
     named = list(model.named_parameters(remove_duplicate=False))
     return TensorPlan(
         styles,
         {name: divisions[id(p)] for name, p in named if id(p) in divisions},
         frozenset(name for name, p in named if id(p) in partial),
-        LOCAL_SIZES.get(_type_of(model), ()),
+        tensor_styles.LOCAL_SIZES.get(_type_of(model), ()),
         is_user_plan,
         adapted,
     )
@@ -145,9 +129,9 @@ def check_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
 _WHERE = "tensor plan"
 
 STACK_ADAPTER_STYLES = {
-    "packed_colwise": (PARTIAL, "packed_colwise"),
-    **dict.fromkeys(("colwise", EXPERTS_COLUMN), (PARTIAL, "colwise")),
-    **dict.fromkeys((*ROW, EXPERTS_ROW), ("rowwise", PARTIAL)),
+    "packed_colwise": (tensor_styles.PARTIAL, "packed_colwise"),
+    **dict.fromkeys(("colwise", tensor_styles.EXPERTS_COLUMN), (tensor_styles.PARTIAL, "colwise")),
+    **dict.fromkeys((*tensor_styles.ROW, tensor_styles.EXPERTS_ROW), ("rowwise", tensor_styles.PARTIAL)),
 }
 """The styles of the two matrices of an adapter on a stack of experts, by the style of the stack."""
 
@@ -155,15 +139,15 @@ STACK_ADAPTER_STYLES = {
 def _styles_of(model: nn.Module) -> dict[str, str]:
     """Return the styles of modules, and of parameters that a plan names directly."""
     own_plans: list[Mapping[str, str] | None] = [getattr(model, key, None) for key in ("tensor_plan", "_tp_plan")]
-    patterns = next((plan for plan in (*own_plans, PLANS.get(_type_of(model))) if plan), None)
+    patterns = next((plan for plan in (*own_plans, tensor_styles.PLANS.get(_type_of(model))) if plan), None)
     if patterns is None:
         raise _no_tensor_plan(model)
-    unknown = sorted({style for style in patterns.values() if style not in KNOWN})
+    unknown = sorted({style for style in patterns.values() if style not in tensor_styles.KNOWN})
     if unknown:
         raise ModelError(
             f"the tensor plan of {type(model).__name__} has styles that are not known here: {', '.join(unknown)}",
             where=_WHERE,
-            hint=f"known are {', '.join(sorted(KNOWN))}",
+            hint=f"known are {', '.join(sorted(tensor_styles.KNOWN))}",
         )
     # In a pattern, ``*`` is a number, and the name may have a prefix.
     escaped = {re.escape(pattern).replace(r"\*", r"\d+"): style for pattern, style in patterns.items()}
@@ -180,7 +164,10 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
         style = next((style for expression, style in expressions if expression.fullmatch(named)), None)
         if style is not None:
             styles[name] = style
-    if not any(style in COLUMN | ROW | {GATHERED_COLUMN, SPLIT_ROW} for style in styles.values()):
+    if not any(
+        style in tensor_styles.COLUMN | tensor_styles.ROW | {tensor_styles.GATHERED_COLUMN, tensor_styles.SPLIT_ROW}
+        for style in styles.values()
+    ):
         raise _no_tensor_plan(model)
     styles |= {
         f"{name}.{key}" if key else name: style
@@ -206,14 +193,15 @@ def _with_adapter_styles(model: nn.Module, styles: Mapping[str, str]) -> tuple[d
         if parts is None:
             continue
         if parts.stack:
-            style = stacks.get(f"{name_without_adapters(name)}.{parts.stack}", REPLICATED)
-            down, up = STACK_ADAPTER_STYLES.get(style, (REPLICATED, REPLICATED))
+            style = stacks.get(f"{name_without_adapters(name)}.{parts.stack}", tensor_styles.REPLICATED)
+            down, up = STACK_ADAPTER_STYLES.get(style, (tensor_styles.REPLICATED, tensor_styles.REPLICATED))
             styles_with_adapters |= {f"{name}.{parts.down}.weight": down, f"{name}.{parts.up}.weight": up}
             continue
-        style = styles_with_adapters.pop(name, REPLICATED)
-        down, up = {**dict.fromkeys(COLUMN, (PARTIAL, style)), **dict.fromkeys(ROW, (style, REPLICATED))}.get(
-            style, (REPLICATED, REPLICATED)
-        )
+        style = styles_with_adapters.pop(name, tensor_styles.REPLICATED)
+        down, up = {
+            **dict.fromkeys(tensor_styles.COLUMN, (tensor_styles.PARTIAL, style)),
+            **dict.fromkeys(tensor_styles.ROW, (style, tensor_styles.REPLICATED)),
+        }.get(style, (tensor_styles.REPLICATED, tensor_styles.REPLICATED))
         for part, its_style in ((parts.base, style), (parts.down, down), (parts.up, up)):
             styles_with_adapters[f"{name}.{part}"] = its_style
             layers[f"{name}.{part}"] = name
@@ -238,9 +226,9 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
             continue
         embedding, head = _module_or_none(part.get_input_embeddings), _module_or_none(part.get_output_embeddings)
         if type(embedding) is nn.Embedding and embedding in names:
-            styles[names[embedding]] = EMBEDDING
+            styles[names[embedding]] = tensor_styles.EMBEDDING
         if (type(head) is nn.Linear or isinstance(head, LossHead)) and head in names:
-            styles[names[head]] = VOCABULARY_HEAD
+            styles[names[head]] = tensor_styles.VOCABULARY_HEAD
     return styles
 
 
@@ -253,14 +241,14 @@ def _module_or_none(question: Callable[[], nn.Module | None]) -> nn.Module | Non
 
 def _divided_parameters(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Division | None]]:
     """Yield the parameters of a styled name, each with its division, or None if it is whole."""
-    if style == REPLICATED:
+    if style == tensor_styles.REPLICATED:
         return
     owner, _, key = name.rpartition(".")
     parameter = (model.get_submodule(owner) if owner else model)._parameters.get(key)
     if parameter is not None:
         yield parameter, _division_of_parameter(name, parameter, style)
         return
-    if style == EXPERTS:  # a region: the plan lists its parameters separately
+    if style == tensor_styles.EXPERTS:  # a region: the plan lists its parameters separately
         return
     module = model.get_submodule(name)
     for key, parameter in module._parameters.items():
@@ -273,15 +261,15 @@ def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Di
 
     Their adapters are (output, input) features, with several features for each expert.
     """
-    if style == PARTIAL:
+    if style == tensor_styles.PARTIAL:
         return None
     if style in ("colwise", "packed_colwise") and parameter.ndim in (2, 3):
-        return Division(parameter.ndim - 2, PARTS.get(style, 1))
-    if style in ROW and parameter.ndim in (2, 3):
+        return Division(parameter.ndim - 2, tensor_styles.PARTS.get(style, 1))
+    if style in tensor_styles.ROW and parameter.ndim in (2, 3):
         return Division(parameter.ndim - 1)
-    if style == EXPERTS_COLUMN:
+    if style == tensor_styles.EXPERTS_COLUMN:
         return Division(parameter.ndim - 1)
-    if style == EXPERTS_ROW:
+    if style == tensor_styles.EXPERTS_ROW:
         return Division(1)
     if style == "colwise" and parameter.ndim == 1:
         return Division(0)
@@ -289,16 +277,16 @@ def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Di
 
 
 def _division_in_layer(name: str, layer: nn.Module, key: str, style: str) -> Division | None:
-    if style == PARTIAL:
+    if style == tensor_styles.PARTIAL:
         return None
-    if isinstance(layer, nn.Embedding) and style in (EMBEDDING, "embedding_colwise"):
-        return Division(0 if style == EMBEDDING else 1)
+    if isinstance(layer, nn.Embedding) and style in (tensor_styles.EMBEDDING, "embedding_colwise"):
+        return Division(0 if style == tensor_styles.EMBEDDING else 1)
     if isinstance(layer, (nn.Linear, Conv1D)):
         # Linear stores (output, input) features, Conv1D (input, output).
         output, input_ = (0, 1) if isinstance(layer, nn.Linear) else (1, 0)
-        divides_output = style in (*COLUMN, GATHERED_COLUMN, VOCABULARY_HEAD)
-        if style in (*ROW, SPLIT_ROW):
+        divides_output = style in (*tensor_styles.COLUMN, tensor_styles.GATHERED_COLUMN, tensor_styles.VOCABULARY_HEAD)
+        if style in (*tensor_styles.ROW, tensor_styles.SPLIT_ROW):
             return Division(input_) if key == "weight" else None
         if divides_output:
-            return Division(output if key == "weight" else 0, PARTS.get(style, 1))
+            return Division(output if key == "weight" else 0, tensor_styles.PARTS.get(style, 1))
     raise ModelError(f"{name}, a {type(layer).__name__}, cannot be {style}", where=_WHERE, hint="use another plan")

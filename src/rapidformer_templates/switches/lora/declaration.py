@@ -123,10 +123,7 @@ def _codes_divided(request: Request) -> Iterator[Finding]:
     Why: they gather all codes of a weight before they are read; a worker that computes with a part of a weight would
     cut through blocks of numbers that share a scale, and FSDP of older versions shards floating-point numbers only.
     """
-    dividing = (
-        *DIVIDING,
-        *(("expert-parallel",) if _matrices(request) else ()),
-    )
+    dividing = (*DIVIDING, *(("expert-parallel",) if _matrices(request) else ()))
     message = "{1} divides the weights, but codes of 8 or 4 bits are read together"
     yield from clash(request, IN_CODES, dividing, message=message)
     version = request.environment.packages.get("torch")

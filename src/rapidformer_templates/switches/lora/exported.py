@@ -25,15 +25,8 @@ from transformers.models.auto import modeling_auto
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError, counted
+from rapidformer_templates.models import loading
 from rapidformer_templates.models.adapters import SETTINGS, FrozenBase, fp32_fingerprint
-from rapidformer_templates.models.loading import (
-    LoadingInfo,
-    class_of,
-    own_reader,
-    quiet_transformers,
-    read_weights,
-    rebuild_layers,
-)
 from rapidformer_templates.models.weight_files import save_model, tensors_read_one_by_one
 from rapidformer_templates.planning.hub import BESIDE_ADAPTERS, model_folder
 from rapidformer_templates.planning.request import config_file
@@ -107,7 +100,7 @@ def describe(assembly: Assembly, folder: Path) -> None:
     base = getattr(getattr(model, "config", None), "_name_or_path", "") or None
     config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).exists() else base
     if isinstance(model, PreTrainedModel):
-        kind = class_of(model)
+        kind = loading.class_of(model)
         config.task_type = next((task for task, names in PEFT_TASKS.items() if kind.__name__ in names.values()), None)
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         config.auto_mapping = None if config.task_type else mapping  # peft's Auto classes need one of the two
@@ -118,7 +111,7 @@ def describe(assembly: Assembly, folder: Path) -> None:
         write_json(folder / BASE, {"fingerprints": frozen.fingerprints})
     if isinstance(model, PreTrainedModel):
         described = copy.deepcopy(model.config)
-        described.architectures = [class_of(model).__name__]  # the base may have another head's class
+        described.architectures = [loading.class_of(model).__name__]  # the base may have another head's class
         described.to_json_file(folder / BESIDE_ADAPTERS)
 
 
@@ -128,7 +121,7 @@ def restore(model: PreTrainedModel, folder: Path) -> Assembly:
 
     config = PeftConfig.from_pretrained(str(folder))
     with torch.device("meta"):
-        rebuild_layers(model)
+        loading.rebuild_layers(model)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inject_adapter_in_model(config, model)
@@ -145,8 +138,7 @@ def is_marked(folder: Path) -> bool:
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """Read the configuration of the model that the adapters belong to."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(config_file(folder), local_files_only=True)
-    return config
+    return AutoConfig.from_pretrained(config_file(folder), local_files_only=True)
 
 
 def _fingerprints_in(folder: Path) -> dict[str, str]:
@@ -220,7 +212,7 @@ def base_of(folder: Path, base: str | None = None) -> str:
 
 def read_model(
     factory: Any, folder: Path, config: PreTrainedConfig, *, base_folder: str | None = None
-) -> tuple[Any, LoadingInfo]:
+) -> tuple[Any, loading.LoadingInfo]:
     """Read the base model, merge the adapters into it, and return it with the names of weights in neither folder.
 
     Args:
@@ -238,8 +230,8 @@ def read_model(
     settings.task_type = None  # the adapters may be used for another task
     named = base_of(folder, base_folder)
     source = model_folder(named, None if base_folder else settings.revision, "weights", flag=str(folder / SETTINGS))
-    reader = own_reader(source)
-    base, info = reader.read_model(factory, source, config) if reader else read_weights(factory, source, config)
+    reader = loading.own_reader(source)
+    base, info = reader.read_model(factory, source, config) if reader else loading.read_weights(factory, source, config)
     check_base(base, folder, named)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -314,7 +306,7 @@ def merge(adapters: Path, output: Path, base_folder: str | None = None) -> None:
             where=str(config_file(adapters)),
             hint="load the model with its own code and merge with peft: PeftModel.merge_and_unload()",
         )
-    with new_folder(output) as temporary, TensorFiles(temporary) as files, quiet_transformers():
+    with new_folder(output) as temporary, TensorFiles(temporary) as files, loading.quiet_transformers():
         with tensors_read_one_by_one(), files.parameters_stored():
             model, info = read_model(factory, adapters, config, base_folder=base_folder)
         if missing := info["missing_keys"]:

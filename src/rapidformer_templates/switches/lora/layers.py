@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import torch
 from peft.tuners.lora import ParamWrapper
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
@@ -233,24 +232,19 @@ CODINGS: dict[str, type[Coding]] = {"int8": EightBits, "int4": FourBits, "nf4": 
 """Codings by the value of ``--quantize-base``."""
 
 
-class _ProductContext(FunctionCtx):
-    coding: Coding
-    saved_tensors: tuple[torch.Tensor]
-
-
 class _Product(torch.autograd.Function):
     """A linear layer that saves the quantized bytes for the backward, and not the dequantized weight."""
 
     @staticmethod
     def forward(
-        ctx: _ProductContext, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None, coding: Coding
+        ctx: Any, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None, coding: Coding
     ) -> torch.Tensor:
         ctx.save_for_backward(stored)
         ctx.coding = coding
         return functional.linear(x, coding.read(stored, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: _ProductContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (stored,), (gradient,) = ctx.saved_tensors, gradients
         return gradient @ ctx.coding.read(stored, gradient.dtype), None, None, None
 
@@ -282,8 +276,7 @@ class QuantizedLinear(nn.Module):
         device = x.device.type
         kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         bias = self.bias if self.bias is None else self.bias.to(kind)
-        result: torch.Tensor = _Product.apply(x.to(kind), self.weight, bias, self.coding)
-        return result
+        return _Product.apply(x.to(kind), self.weight, bias, self.coding)
 
 
 class _StackReader:

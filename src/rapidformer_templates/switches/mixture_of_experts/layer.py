@@ -16,11 +16,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -68,29 +67,14 @@ class SparseFeedForward(LossLayer):
         losses = self.losses
         logits = losses.gather(self.gate(rows))
         mask = losses.mask_of(logits)
-        routing = base_of(self.gate).route(logits, mask)  # type: ignore[operator]
-        weights = losses.attach(routing.weights, logits, routing.chosen, routing.is_kept, mask, self._layer)
-        weights, chosen = losses.local_part_of(weights), losses.local_part_of(routing.chosen)
-        is_kept = None if routing.is_kept is None else losses.local_part_of(routing.is_kept).flatten(0, 1)
+        chosen, weights, is_kept = base_of(self.gate).route(logits, mask)  # type: ignore[operator]
+        weights = losses.attach(weights, logits, chosen, is_kept, mask, self._layer)
+        weights, chosen = losses.local_part_of(weights), losses.local_part_of(chosen)
+        is_kept = None if is_kept is None else losses.local_part_of(is_kept).flatten(0, 1)
         grouped = group_by_expert(rows.flatten(0, 1), chosen.flatten(0, 1), is_kept, len(self.gate.weight))
         outputs = self.experts(grouped.tokens, grouped.counts, all_routed=is_kept is None)
         output = ungroup(outputs, grouped, weights.flatten(0, 1)).to(hidden.dtype).view_as(hidden)
         return output if self.dropout is None else self.dropout(output)
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The experts of the tokens of a batch. Shapes: B rows, T tokens each, N experts, K choices.
-
-    Attributes:
-        chosen: [B, T, K], experts in the order of their probability.
-        weights: [B, T, K], the weight of each chosen expert's output. Zero if the choice is dropped.
-        is_kept: [B, T, K], False if the choice is dropped, for padding or a full expert. None if nothing is dropped.
-    """
-
-    chosen: torch.Tensor
-    weights: torch.Tensor
-    is_kept: torch.Tensor | None
 
 
 class Gate(nn.Module):
@@ -115,8 +99,20 @@ class Gate(nn.Module):
         with torch.autocast(rows.device.type, enabled=False):
             return F.linear(rows.to(wide), self.weight.to(wide))
 
-    def route(self, logits: torch.Tensor, mask: torch.Tensor | None) -> Routing:
-        """Return the routing for ``logits`` [B, T, N] of whole samples. ``mask`` [B, T] is False for padding."""
+    def route(
+        self, logits: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Choose K experts for each token of whole samples.
+
+        Args:
+            logits: [B, T, N].
+            mask: [B, T], False for padding.
+
+        Returns:
+            (experts in the order of their probability, the weight of each one's output, whether a choice is kept),
+            [B, T, K] each. A choice is dropped for padding or a full expert, and its weight is zero. The last is None
+            if nothing is dropped.
+        """
         with torch.autocast(logits.device.type, enabled=False):
             weights, chosen = choose(logits, self.top_k)
         is_kept = None if mask is None else mask.unsqueeze(-1).expand_as(chosen)
@@ -124,7 +120,7 @@ class Gate(nn.Module):
             is_kept = within_capacity(chosen, is_kept, logits.shape[-1], self.capacity_factor)
         if is_kept is not None:
             weights = weights * is_kept
-        return Routing(chosen, weights, is_kept)
+        return chosen, weights, is_kept
 
 
 def choose(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,9 +191,8 @@ def group_by_expert(tokens: torch.Tensor, chosen: torch.Tensor, is_kept: torch.T
     """
     visits = (chosen if is_kept is None else chosen.where(is_kept, experts)).flatten()
     permutation = visits.argsort(stable=True)
-    back = torch.empty_like(permutation).scatter_(
-        0, permutation, torch.arange(len(permutation), device=permutation.device)
-    )
+    numbers = torch.arange(len(permutation), device=permutation.device)
+    back = torch.empty_like(permutation).scatter_(0, permutation, numbers)
     counts = torch.bincount(visits, minlength=experts + 1)[:experts]
     copies: torch.Tensor = Rearrange.apply(tokens, permutation, back, chosen.shape[-1])
     return Grouped(copies, counts, permutation, back)
@@ -209,11 +204,6 @@ def ungroup(outputs: torch.Tensor, grouped: Grouped, weights: torch.Tensor) -> t
     return (returned.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1)
 
 
-class _RearrangeContext(FunctionCtx):
-    copies: int
-    saved_tensors: tuple[torch.Tensor]
-
-
 class Rearrange(torch.autograd.Function):
     """Copies each row ``copies`` times and reorders the copies.
 
@@ -223,7 +213,7 @@ class Rearrange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _RearrangeContext, rows: torch.Tensor, permutation: torch.Tensor, back: torch.Tensor, copies: int
+        ctx: Any, rows: torch.Tensor, permutation: torch.Tensor, back: torch.Tensor, copies: int
     ) -> torch.Tensor:
         """Return rows in which row ``i`` is copy ``permutation[i] % copies`` of row ``permutation[i] // copies``.
 
@@ -237,7 +227,7 @@ class Rearrange(torch.autograd.Function):
         return rows.index_select(0, permutation if copies == 1 else permutation // copies)
 
     @staticmethod
-    def backward(ctx: _RearrangeContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (back,) = ctx.saved_tensors
         gradient = gradients[0].index_select(0, back)
         return gradient if ctx.copies == 1 else gradient.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
@@ -348,8 +338,7 @@ def grouped_product(
     elif inputs.dtype != matrices.dtype:
         inputs = inputs.to(matrices.dtype)
     if inputs.dtype not in GROUPED_TYPES:
-        product: torch.Tensor = _SegmentProduct.apply(inputs, matrices, counts.tolist())
-        return product
+        return _SegmentProduct.apply(inputs, matrices, counts.tolist())
     ends = counts.cumsum(0).to(torch.int32)
     if all_routed:
         return F.grouped_mm(inputs, matrices, offs=ends)
@@ -395,46 +384,30 @@ def stack_product(
     return product + grouped_product(inner, up, counts, all_routed=all_routed) * factors.scaling
 
 
-class _CodesContext(FunctionCtx):
-    read: ReadStack
-    all_routed: bool
-    saved_tensors: tuple[torch.Tensor, torch.Tensor]
-
-
 class _CodesProduct(torch.autograd.Function):
     """A grouped product that saves the quantized codes for the backward, and not the dequantized stack."""
 
     @staticmethod
     def forward(
-        ctx: _CodesContext,
-        inputs: torch.Tensor,
-        stored: torch.Tensor,
-        counts: torch.Tensor,
-        read: ReadStack,
-        all_routed: bool,
+        ctx: Any, inputs: torch.Tensor, stored: torch.Tensor, counts: torch.Tensor, read: ReadStack, all_routed: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(stored, counts)
         ctx.read, ctx.all_routed = read, all_routed
         return grouped_product(inputs, read(stored, inputs.dtype), counts, all_routed=all_routed)
 
     @staticmethod
-    def backward(ctx: _CodesContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (stored, counts), (gradient,) = ctx.saved_tensors, gradients
         turned = ctx.read(stored, gradient.dtype).transpose(1, 2)
         with torch.autocast(gradient.device.type, enabled=False):
             return grouped_product(gradient, turned, counts, all_routed=ctx.all_routed), None, None, None, None
 
 
-class _SegmentContext(FunctionCtx):
-    counts: list[int]
-    saved_tensors: tuple[torch.Tensor, torch.Tensor]
-
-
 class _SegmentProduct(torch.autograd.Function):
     """A grouped product with one matrix product per group, for fp64, which torch's grouped product does not support."""
 
     @staticmethod
-    def forward(ctx: _SegmentContext, inputs: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:
         ctx.save_for_backward(inputs, matrices)
         ctx.counts = [*counts, len(inputs) - sum(counts)]
         parts = inputs.split(ctx.counts)
@@ -442,7 +415,7 @@ class _SegmentProduct(torch.autograd.Function):
         return torch.cat([*products, inputs.new_zeros(ctx.counts[-1], matrices.shape[2])])
 
     @staticmethod
-    def backward(ctx: _SegmentContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         inputs, matrices = ctx.saved_tensors
         groups = list(zip(inputs.split(ctx.counts), gradients[0].split(ctx.counts), matrices, strict=False))
         to_inputs = [gradient @ matrix.T for _, gradient, matrix in groups]
@@ -486,7 +459,7 @@ def patch_native_experts(model: Any, *, balance: float | None, z: float) -> Bala
     losses = BalanceLosses(len(routers), experts, balance=configured if balance is None else balance, z=z)
     losses.watch(model)
     for layer, router in enumerate(routers):
-        router.register_forward_hook(_Attached(losses, layer))
+        router.register_forward_hook(partial(_attach, losses, layer))
     return losses
 
 
@@ -507,33 +480,14 @@ def routers_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module) in kinds]
 
 
-class _Attached:
-    """A hook after a router, whose output is (logits, weights, experts) of all tokens, flattened."""
-
-    def __init__(self, losses: BalanceLosses, layer: int) -> None:
-        self.losses = losses
-        self.layer = layer
-
-    def __call__(self, router: nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        logits, weights, chosen = output
-        rows = self.losses.rows_of(logits)
-        mask = self.losses.mask_of(rows)
-        attached = self.losses.attach(weights, rows, self.losses.rows_of(chosen), None, mask, self.layer)
-        return logits, attached, chosen
-
-
-class Dispatcher(Protocol):
-    """Sends tokens to experts on other workers."""
-
-    def run(
-        self,
-        tokens: torch.Tensor,
-        counts: torch.Tensor,
-        experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        *,
-        all_routed: bool,
-    ) -> torch.Tensor:
-        """Return the outputs for these tokens. ``experts`` computes those of this worker's experts."""
+def _attach(
+    losses: BalanceLosses, layer: int, router: nn.Module, args: object, output: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Attach the losses after a router, whose output is (logits, weights, experts) of all tokens, flattened."""
+    logits, weights, chosen = output
+    rows = losses.rows_of(logits)
+    attached = losses.attach(weights, rows, losses.rows_of(chosen), None, losses.mask_of(rows), layer)
+    return logits, attached, chosen
 
 
 def grouped_experts(
@@ -542,13 +496,13 @@ def grouped_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     *,
-    dispatcher: Dispatcher | None = None,
+    dispatch: Callable[..., torch.Tensor] | None = None,
     share: int = 0,
 ) -> torch.Tensor:
     """Compute transformers' experts with grouped products. Has the signature of its ``ExpertsInterface``.
 
     Args:
-        dispatcher: sends tokens to experts on other workers, if the experts are divided.
+        dispatch: computes outputs with experts on other workers, if the experts are divided: ``TokenDispatcher.run``.
         share: which share of the experts this worker has.
     """
     product = partial(stack_product, experts, share=share)
@@ -561,8 +515,8 @@ def grouped_experts(
             inner = experts.act_fn(product("up_proj", tokens, counts))
         return product("down_proj", inner, counts)
 
-    if dispatcher is None:
+    if dispatch is None:
         outputs = compute(grouped.tokens, grouped.counts)
     else:
-        outputs = dispatcher.run(grouped.tokens, grouped.counts, compute, all_routed=True)
+        outputs = dispatch(grouped.tokens, grouped.counts, compute, all_routed=True)
     return ungroup(outputs, grouped, top_k_weights).to(hidden_states.dtype)

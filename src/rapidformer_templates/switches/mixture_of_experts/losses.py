@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.data.loader import MicroBatch
@@ -130,9 +130,8 @@ class BalanceLosses:
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Gather values of the local tokens [B, S, …] to [B, T, …], if sequences are divided over workers."""
-        if self.sequences is None or self.sequences.length is None:
-            return rows
-        return self.sequences.gather(rows, self.sequences.length)
+        divided = self._divided
+        return rows if divided is None or divided.length is None else divided.gather(rows, divided.length)
 
     def local_part_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the local part [B, S, …] of values of all tokens [B, T, …]."""
@@ -156,7 +155,7 @@ class BalanceLosses:
 
         Args:
             weights: any tensor that the layer's output depends on.
-            logits, chosen, kept: see :class:`gate.Routing`.
+            logits, chosen, is_kept: see :meth:`layer.Gate.route`.
             mask: [B, T], False for padding.
             layer: index of the layer.
         """
@@ -168,18 +167,15 @@ class BalanceLosses:
             balance = (balance_loss(logits, chosen, mask) * real.sum(1)).sum()
             z = (z_loss(logits) * real).sum()
             visits = F.one_hot(chosen, self.experts).sum(2).to(logits.dtype) * real.unsqueeze(-1)
-            dropped = (
-                logits.new_zeros(())
-                if is_kept is None
-                else (~is_kept * real.bool().unsqueeze(-1)).sum().to(logits.dtype)
-            )
+            dropped = logits.new_zeros(())
+            if is_kept is not None:
+                dropped = (~is_kept * real.bool().unsqueeze(-1)).sum().to(logits.dtype)
             record = torch.cat([torch.stack([balance.detach(), z.detach(), dropped]), visits.sum((0, 1))])
             loss = self.balance * balance + self.z * z
         if not weights.requires_grad:  # neither the router nor anything before it is trained
             self._without_backward[layer] = record
             return weights
-        carried: torch.Tensor = _Attach.apply(weights, loss, record, self, layer)
-        return carried
+        return _Attach.apply(weights, loss, record, self, layer)
 
     def add_record(self, record: torch.Tensor, layer: int) -> None:
         """Add what a layer recorded in a micro batch that counts."""
@@ -196,9 +192,8 @@ class BalanceLosses:
                 get = getattr(microbatch.batch, "get", None)
                 mask = token_mask(get("attention_mask") if get else None, microbatch.shape)
                 local_tokens += microbatch.padded_tokens if mask is None else int(mask.sum())
-        (tokens,) = workers.sum(
-            local_tokens if workers.is_replica_leader else 0
-        )  # all workers of a replica have the same batches
+        # All workers of a replica have the same batches.
+        (tokens,) = workers.sum(local_tokens if workers.is_replica_leader else 0)
         if not tokens:
             raise RapidformerError(
                 "the balance loss is a mean over tokens, and there are no input_ids in the batches to count them",
@@ -254,24 +249,12 @@ def _load(records: torch.Tensor) -> torch.Tensor:
     return visits / visits.mean(1, keepdim=True).clamp(min=1e-9)
 
 
-class _AttachContext(FunctionCtx):
-    losses: BalanceLosses
-    layer: int
-    own_type: torch.dtype
-    saved_tensors: tuple[torch.Tensor]
-
-
 class _Attach(torch.autograd.Function):
     """Returns ``weights`` unchanged. In the backward, ``own`` gets its gradient in the objective."""
 
     @staticmethod
     def forward(
-        ctx: _AttachContext,
-        weights: torch.Tensor,
-        loss: torch.Tensor,
-        record: torch.Tensor,
-        losses: BalanceLosses,
-        layer: int,
+        ctx: Any, weights: torch.Tensor, loss: torch.Tensor, record: torch.Tensor, losses: BalanceLosses, layer: int
     ) -> torch.Tensor:
         ctx.losses, ctx.layer = losses, layer
         ctx.save_for_backward(record)
@@ -279,7 +262,7 @@ class _Attach(torch.autograd.Function):
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: _AttachContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (record,) = ctx.saved_tensors
         losses, unit = ctx.losses, record.new_zeros(())
         if losses._counts:

@@ -26,14 +26,8 @@ from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.loading import LoadingInfo
 from rapidformer_templates.models.model_files import CONVERTED, is_converted
 from rapidformer_templates.models.weight_files import tensors_in
+from rapidformer_templates.switches.mixture_of_experts import layer as mixture
 from rapidformer_templates.switches.mixture_of_experts.declaration import MixtureOfExpertsFlags
-from rapidformer_templates.switches.mixture_of_experts.layer import (
-    Experts,
-    Gate,
-    SparseFeedForward,
-    has_own_experts,
-    patch_native_experts,
-)
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 from rapidformer_templates.system.files import write_json
 
@@ -52,8 +46,8 @@ def mixture_of_experts(assembly: Assembly, building: Building[MixtureOfExpertsFl
     """
     model, options = assembly.model, building.options
     balance, z = options.moe_loss_coeff, options.moe_z_loss_coeff
-    if has_own_experts(model):
-        assembly.losses = patch_native_experts(model, balance=balance, z=0.0 if z is None else z)
+    if mixture.has_own_experts(model):
+        assembly.losses = mixture.patch_native_experts(model, balance=balance, z=0.0 if z is None else z)
         return
     balance, z = BALANCE if balance is None else balance, Z if z is None else z
     exported = [layer for _, layer in sparse_layers(model)]  # by this library
@@ -69,15 +63,9 @@ def mixture_of_experts(assembly: Assembly, building: Building[MixtureOfExpertsFl
         )
     if options.num_experts is None:
         raise ModelError("this model has no experts", where="--moe-loss-coeff", hint="give --num-experts")
-    sizes = MixtureSizes(
-        options.num_experts,
-        min(options.moe_top_k or 2, options.num_experts),
-        width=options.moe_ffn_hidden_size,
-        interval=options.moe_layer_interval,
-        capacity_factor=options.moe_capacity_factor,
-        balance=balance,
-        z=z,
-    )
+    top_k, width = min(options.moe_top_k or 2, options.num_experts), options.moe_ffn_hidden_size
+    interval, capacity = options.moe_layer_interval, options.moe_capacity_factor
+    sizes = MixtureSizes(options.num_experts, top_k, width, interval, capacity, balance, z)
     assembly.losses = make_sparse(model, assembly.blocks, sizes)
     config = getattr(model, "config", None)
     if config is not None:
@@ -142,31 +130,24 @@ class FeedForward:
     """A dense feed-forward of a block.
 
     Attributes:
-        block: the block that contains it.
         name: name of the module in the block that the sparse layer replaces.
         module: the module to which the names in ``shape`` are relative.
         shape: the names of its parts.
     """
 
-    block: nn.Module
     name: str
     module: nn.Module
     shape: FeedForwardNames
-
-    def replace(self, sparse: nn.Module) -> None:
-        self.block.set_submodule(self.name, sparse)
-        if self.shape is SPLIT:
-            self.block.set_submodule(SPLIT.down, nn.Identity())
 
 
 def find_feed_forward(block: nn.Module) -> FeedForward | None:
     """Return the dense feed-forward of a block, or None if its shape is unknown."""
     if _fits(block, SPLIT):
-        return FeedForward(block, "intermediate", block, SPLIT)
+        return FeedForward("intermediate", block, SPLIT)
     for name, module in block.named_children():
         for shape in SHAPES:
             if _fits(module, shape):
-                return FeedForward(block, name, module, shape)
+                return FeedForward(name, module, shape)
     return None
 
 
@@ -204,25 +185,7 @@ def make_sparse(model: nn.Module, blocks: Mapping[str, nn.Module], sizes: Mixtur
         ModelError: there are no blocks, or the shape of a feed-forward is unknown.
     """
     chosen = list(blocks.items())[sizes.interval - 1 :: sizes.interval]
-    _check(model, chosen, sizes)
-    losses = BalanceLosses(len(chosen), sizes.experts, balance=sizes.balance, z=sizes.z)
-    for number, (name, block) in enumerate(chosen):
-        feed_forward = find_feed_forward(block)
-        if feed_forward is None:
-            raise ModelError(
-                f"the feed-forward of {name} ({type(block).__name__}) has an unknown structure",
-                where="--num-experts",
-                hint="supported are the blocks of gpt2, gpt_neox, gptj, llama, mistral, qwen2, phi, bert, roberta and "
-                "others built like them; mixtral, qwen2_moe, qwen3_moe … already have experts",
-            )
-        feed_forward.replace(_sparse(feed_forward, sizes, losses, number))
-    losses.watch(model)
-    return losses
-
-
-def _check(model: nn.Module, chosen: list[tuple[str, nn.Module]], sizes: MixtureSizes) -> None:
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ModelError(
             f"{type(model).__name__} is an encoder-decoder, whose two masks a mixture cannot tell apart",
             where="--num-experts",
@@ -234,53 +197,56 @@ def _check(model: nn.Module, chosen: list[tuple[str, nn.Module]], sizes: Mixture
             where="--moe-layer-interval" if sizes.interval > 1 else "--num-experts",
             hint="keep the blocks in an nn.ModuleList, and --moe-layer-interval at most their number",
         )
+    losses = BalanceLosses(len(chosen), sizes.experts, balance=sizes.balance, z=sizes.z)
+    for number, (name, block) in enumerate(chosen):
+        feed_forward = find_feed_forward(block)
+        if feed_forward is None:
+            raise ModelError(
+                f"the feed-forward of {name} ({type(block).__name__}) has an unknown structure",
+                where="--num-experts",
+                hint="supported are the blocks of gpt2, gpt_neox, gptj, llama, mistral, qwen2, phi, bert, roberta and "
+                "others built like them; mixtral, qwen2_moe, qwen3_moe … already have experts",
+            )
+        block.set_submodule(feed_forward.name, _sparse(feed_forward, sizes, losses, number))
+        if feed_forward.shape is SPLIT:
+            block.set_submodule(SPLIT.down, nn.Identity())
+    losses.watch(model)
+    return losses
 
 
-def _sparse(feed_forward: FeedForward, sizes: MixtureSizes, losses: BalanceLosses, number: int) -> SparseFeedForward:
+def _sparse(
+    feed_forward: FeedForward, sizes: MixtureSizes, losses: BalanceLosses, number: int
+) -> mixture.SparseFeedForward:
     module, shape = feed_forward.module, feed_forward.shape
     names = {"up": shape.up, "gate": shape.gate, "down": shape.down}
-    dense = {name: _Dense(_part(module, path)) for name, path in names.items() if path}
+    dense: dict[str, nn.Linear | Conv1D] = {name: _part(module, path) for name, path in names.items() if path}
     up, activation = dense["up"], _activation(module, shape)
     assert activation is not None
-    experts = Experts(
-        sizes.experts,
-        up.inputs,
-        sizes.width or up.outputs,
-        activation,
-        gated=shape.gate is not None,
-        bias=up.bias is not None,
-    )
-    gate = Gate(up.inputs, sizes.experts, sizes.top_k, sizes.capacity_factor)
+    outputs, inputs = _matrix(up).shape
+    is_gated, has_bias = shape.gate is not None, up.bias is not None
+    experts = mixture.Experts(sizes.experts, inputs, sizes.width or outputs, activation, gated=is_gated, bias=has_bias)
+    gate = mixture.Gate(inputs, sizes.experts, sizes.top_k, sizes.capacity_factor)
     with torch.no_grad():
         for name, layer in dense.items():
-            layer.initialise(getattr(experts, name), getattr(experts, f"{name}_bias"))
+            biases = getattr(experts, f"{name}_bias")
+            if not layer.weight.is_meta:
+                getattr(experts, name).normal_(std=float(layer.weight.float().std()))
+                if biases is not None and layer.bias is not None and biases.shape[1] == len(_matrix(layer)):
+                    biases.copy_(layer.bias.expand_as(biases))
         gate.weight.normal_(std=GATE_DEVIATION)
-    sparse = SparseFeedForward(gate, experts, losses, number, _dropout(module, shape))
-    return sparse if gate.weight.dtype == up.dtype else sparse.to(dtype=up.dtype)
+    sparse = mixture.SparseFeedForward(gate, experts, losses, number, _dropout(module, shape))
+    return sparse if gate.weight.dtype == up.weight.dtype else sparse.to(dtype=up.weight.dtype)
 
 
-class _Dense:
-    """A linear layer of a dense feed-forward, with its matrix in either order."""
-
-    def __init__(self, layer: nn.Linear | Conv1D) -> None:
-        self.weight = layer.weight
-        self.bias: torch.Tensor | None = layer.bias
-        self.dtype = layer.weight.dtype
-        shape = tuple(layer.weight.shape)
-        self.inputs, self.outputs = shape if type(layer).__name__ == "Conv1D" else shape[::-1]
-
-    def initialise(self, matrices: torch.Tensor, biases: torch.Tensor | None) -> None:
-        if self.weight.is_meta:
-            return
-        matrices.normal_(std=float(self.weight.float().std()))
-        if biases is not None and self.bias is not None and biases.shape[1] == self.outputs:
-            biases.copy_(self.bias.expand_as(biases))
+def _matrix(layer: nn.Linear | Conv1D) -> torch.Tensor:
+    """Return the weight as [outputs, inputs]."""
+    return layer.weight.T if type(layer).__name__ == "Conv1D" else layer.weight
 
 
-def sparse_layers(model: nn.Module) -> Iterator[tuple[str, SparseFeedForward]]:
+def sparse_layers(model: nn.Module) -> Iterator[tuple[str, mixture.SparseFeedForward]]:
     """Yield the sparse layers of a model with their names."""
     for name, module in model.named_modules():
-        if isinstance(module, SparseFeedForward):
+        if isinstance(module, mixture.SparseFeedForward):
             yield name, module
 
 
@@ -302,8 +268,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = saved.pop("model_type").removeprefix(CONVERTED)
     saved.pop("num_experts")
-    config: PreTrainedConfig = AutoConfig.for_model(kind, **saved)
-    return config
+    return AutoConfig.for_model(kind, **saved)
 
 
 def rebuild(model: PreTrainedModel) -> None:

@@ -24,15 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines import forwards
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.contract import Engine, Receipt
-from rapidformer_templates.engines.forwards import (
-    PRODUCTS,
-    Checkpointed,
-    ContextFunction,
-    SavesMatmuls,
-    backward_may_follow,
-)
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import HIDDEN
 from rapidformer_templates.system import accelerator
@@ -386,13 +380,7 @@ def offload_activations(assembly: Assembly, building: Building[object]) -> None:
     Raises:
         ModelError: the model has no repeated blocks.
     """
-    blocks = list(assembly.blocks.values())
-    if not blocks:
-        raise ModelError(
-            "activation offloading found no repeated blocks",
-            where=type(assembly.model).__name__,
-            hint="keep the blocks in an nn.ModuleList, or leave --offload-activations out",
-        )
+    blocks = list(assembly.require_blocks("activation offloading", "--offload-activations").values())
     offloader = Offloader(PinnedMemory(building.workers.device), building.workers.device)
     offload_blocks(blocks, offloader)
     assembly.record(offloader)
@@ -401,7 +389,7 @@ def offload_activations(assembly: Assembly, building: Building[object]) -> None:
 def offload_blocks(blocks: list[nn.Module], offloader: Offloader) -> None:
     """Replace each block's ``forward`` on the instance. Its parameters keep their names, and hooks stay outside."""
     for number, block in enumerate(blocks):
-        if isinstance(block.forward, Checkpointed) and block.forward.keeps:
+        if isinstance(block.forward, forwards.Checkpointed) and block.forward.keeps:
             block.forward.keeps = {"context_fn": offloaded_products(offloader)}
         block.forward = Offloaded(block, number, offloader)
 
@@ -419,13 +407,13 @@ class Offloaded:
         self._block, self._number, self._offloader = block, number, offloader
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if not torch.is_grad_enabled() or not backward_may_follow():
+        if not torch.is_grad_enabled() or not forwards.backward_may_follow():
             return self.forward(*args, **kwargs)
         with self._offloader.around(self._number, self._block, args, kwargs):
             return self.forward(*args, **kwargs)
 
 
-def offloaded_products(offloader: Offloader) -> ContextFunction:
+def offloaded_products(offloader: Offloader) -> forwards.ContextFunction:
     """Return a ``context_fn`` for torch's checkpoint: modes for the forward and for its recomputation.
 
     They offload the matmul outputs that selective recomputation saves. torch holds them where autograd's hooks do not
@@ -439,7 +427,7 @@ def offloaded_products(offloader: Offloader) -> ContextFunction:
     return contexts
 
 
-class _SaveProducts(TorchDispatchMode, SavesMatmuls):
+class _SaveProducts(TorchDispatchMode, forwards.SavesMatmuls):
     def __init__(self, offloader: Offloader, products: deque[torch.Tensor | SavedTensor]) -> None:
         super().__init__()
         self._offloader, self._products = offloader, products
@@ -449,7 +437,7 @@ class _SaveProducts(TorchDispatchMode, SavesMatmuls):
     ) -> object:
         result = func(*args, **(kwargs or {}))
         # Without a backward the offloader sends nothing to the host, and the products of all blocks would stay here.
-        if func in PRODUCTS and backward_may_follow():
+        if func in forwards.PRODUCTS and forwards.backward_may_follow():
             self._products.append(self._offloader.pack(result.detach()))
         return result
 
@@ -460,7 +448,7 @@ class _ReturnProducts(_SaveProducts):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        if func in PRODUCTS:
+        if func in forwards.PRODUCTS:
             return self._offloader.unpack(self._products.popleft())
         return func(*args, **(kwargs or {}))
 

@@ -23,16 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.onnx_runtime.export import (
-    ADVICE,
-    Exported,
-    GraphInput,
-    Sizes,
-    decompositions,
-    dropout_noise,
-    export,
-    take_out_dropout,
-)
+from rapidformer_templates.switches.onnx_runtime import export as onnx_export
+from rapidformer_templates.switches.onnx_runtime.export import Exported, GraphInput, Sizes
 
 aten = torch.ops.aten
 
@@ -103,13 +95,13 @@ class OnnxBackend:
                 bw_compiler=lambda traced, _: self._make(traced, "backward"),
                 inference_compiler=lambda traced, _: self._make(traced, "evaluation"),
                 partition_fn=partition,
-                decompositions=decompositions(),
+                decompositions=onnx_export.decompositions(),
             )
 
     def _make(self, traced: fx.GraphModule, part: str) -> Callable[[list[GraphInput]], list[GraphResult]]:
-        take_out_dropout(traced)
+        onnx_export.take_out_dropout(traced)
         name = f"{self.name} {part}"
-        graph = Graph(export(traced, name), name, self.device)
+        graph = Graph(onnx_export.export(traced, name), name, self.device)
         self.graphs.append(graph)
 
         def run(inputs: list[GraphInput]) -> list[GraphResult]:
@@ -125,7 +117,7 @@ def partition(
     joint: fx.GraphModule, inputs: Sequence[object], *, num_fwd_outputs: int, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Apply AOTAutograd's default partition after :func:`take_out_dropout`. Views are recomputed, not saved."""
-    take_out_dropout(joint)
+    onnx_export.take_out_dropout(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and _is_view(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -175,7 +167,7 @@ class Graph:
         exported = self._exported
         binding = self._session.io_binding()
         noise = {
-            v.name: dropout_noise(torch.empty(v.shape(inputs), dtype=v.dtype, device=self._device), rate)
+            v.name: onnx_export.dropout_noise(torch.empty(v.shape(inputs), dtype=v.dtype, device=self._device), rate)
             for v, rate in exported.noise
         }
         fed = {name: self._tensor(inputs[position]) for position, name in exported.inputs}
@@ -266,7 +258,7 @@ def _open(
         try:
             session = onnxruntime.InferenceSession(model, options, providers=providers)
         except Exception as error:
-            raise ModelError(f"{name} cannot run in ONNX Runtime: {error}", hint=ADVICE) from error
+            raise ModelError(f"{name} cannot run in ONNX Runtime: {error}", hint=onnx_export.ADVICE) from error
         return session, Counter(node.op_type for node in onnx.load(optimised).graph.node)
 
 

@@ -133,8 +133,7 @@ def split_with_sizes(x: Operand, sizes: Sequence[int], dim: int = 0) -> Sequence
     The exporter's version makes a sequence and copies each piece from it.
     """
     if len(set(sizes)) == 1 and len(sizes) > 1:
-        pieces: Sequence[Operand] = op.Split(x, axis=dim, num_outputs=len(sizes))
-        return pieces
+        return op.Split(x, axis=dim, num_outputs=len(sizes))
     return [op.Slice(x, [start], [end], [dim]) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 

@@ -66,13 +66,7 @@ def run_in_onnx_runtime(assembly: Assembly, building: Building[object]) -> None:
     """
     from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend, check_provider
 
-    blocks = set(assembly.blocks.values())
-    if not blocks:
-        raise ModelError(
-            "ONNX Runtime found no repeated blocks to capture",
-            where=type(assembly.model).__name__,
-            hint="keep the blocks in an nn.ModuleList, or leave --onnx-runtime-training out",
-        )
+    blocks = set(assembly.require_blocks("ONNX Runtime", "--onnx-runtime-training").values())
     check_provider(building.workers.device)
     torch._dynamo.reset()  # graphs of an earlier run in this process would count towards the limit
     torch._dynamo.config.recompile_limit = GRAPHS_OF_A_CLASS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,16 +34,6 @@ class BaseOptimizer(Optimizer):
         """Update all parameters that have a gradient. Called without recording gradients."""
 
 
-@dataclass(frozen=True)
-class AdamOptions:
-    """The options of a parameter group. See :class:`AdamLike`."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-
 class AdamLike(BaseOptimizer):
     """An optimizer with Adam's options whose parameters are updated one by one.
 
@@ -67,14 +57,13 @@ class AdamLike(BaseOptimizer):
 
     def _update_all(self) -> None:
         for group in self.param_groups:
-            options = AdamOptions(group["lr"], group["betas"], group["eps"], group["weight_decay"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, options)
+                    self._update(parameter, parameter.grad, group)
 
     @abstractmethod
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
-        """Update a parameter."""
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter of a group."""
 
 
 class Lamb(AdamLike):
@@ -96,8 +85,8 @@ class Lamb(AdamLike):
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay)
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
-        state, (beta1, beta2) = self.state[parameter], options.betas
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -107,11 +96,11 @@ class Lamb(AdamLike):
         first, second = state["exp_avg"], state["exp_avg_sq"]
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = (second / (1 - beta2**step)).sqrt_().add_(options.eps)
-        update = (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=options.weight_decay)
+        root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        update = (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=group["weight_decay"])
         weight_norm, update_norm = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
         ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
-        parameter.sub_(update.mul_(ratio * options.lr))
+        parameter.sub_(update.mul_(ratio * group["lr"]))
 
 
 class Lion(BaseOptimizer):
@@ -171,7 +160,7 @@ class AnyPrecisionAdamW(AdamLike):
     updated separately, so shards of parameters give the same result as whole ones.
     """
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -183,16 +172,16 @@ class AnyPrecisionAdamW(AdamLike):
         if parameter.itemsize == 2 and "compensation" not in state:
             state["compensation"] = torch.zeros_like(parameter)
         state["step"] += 1
-        step, (beta1, beta2) = int(state["step"]), options.betas
+        step, (beta1, beta2) = int(state["step"]), group["betas"]
         gradient = local_part(gradient).float()
         kept_first, kept_second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         first = kept_first.float().lerp_(gradient, 1 - beta1)
         second = kept_second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = (second / (1 - beta2**step)).sqrt_().add_(options.eps)
-        update = torch.div(first, root, out=root).mul_(options.lr / (1 - beta1**step))
+        root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        update = torch.div(first, root, out=root).mul_(group["lr"] / (1 - beta1**step))
         kept_first.copy_(_round_to_bfloat16(first, step))
         kept_second.copy_(_round_to_bfloat16(second, step))
-        decay, weight = 1 - options.lr * options.weight_decay, local_part(parameter)
+        decay, weight = 1 - group["lr"] * group["weight_decay"], local_part(parameter)
         if "compensation" not in state:
             weight.mul_(decay).sub_(update)
             return

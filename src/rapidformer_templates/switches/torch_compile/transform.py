@@ -20,12 +20,8 @@ from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.engines.forwards import checkpointed_forward
 from rapidformer_templates.engines.loss import LossLayer
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.layout import tensor_layers
 from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards, draws_random_numbers
-from rapidformer_templates.switches.layout.tensor_layers import (
-    OnLocalParameters,
-    local_parameter_layers,
-    with_local_parameters,
-)
 from rapidformer_templates.switches.torch_compile.declaration import TorchCompileFlags
 
 EVALUATION = 4
@@ -63,7 +59,7 @@ def compile_blocks(assembly: Assembly, building: Building[TorchCompileFlags]) ->
     if "zero-3" in plan.switches:
         _gather_whole(parts, model)
     for part in parts:
-        layers = local_parameter_layers(part)
+        layers = tensor_layers.local_parameter_layers(part)
         owner = _owner(part, breaks=_breaks(assembly, divided=bool(layers)))
         # Blocks share graphs even if their modules have replaced forwards, such as those of divided layers: a graph
         # depends on the identity of an object in place of a forward, but only on the code of a bound method.
@@ -146,7 +142,12 @@ class Compiled:
     """
 
     def __init__(
-        self, forward: Callable[..., object], backend: str, *, static: bool, layers: Sequence[OnLocalParameters]
+        self,
+        forward: Callable[..., object],
+        backend: str,
+        *,
+        static: bool,
+        layers: Sequence[tensor_layers.OnLocalParameters],
     ) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
@@ -157,7 +158,7 @@ class Compiled:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         compiled = self._training if torch.is_grad_enabled() else self._evaluating
-        with with_local_parameters(self._layers), _readable_collector():
+        with tensor_layers.with_local_parameters(self._layers), _readable_collector():
             return compiled(*args, **kwargs)
 
 

@@ -10,34 +10,9 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from rapidformer_templates.planning.checks import (
-    PARTITIONING,
-    check_even_shards,
-    clash,
-    divides_parameters,
-    first_finding,
-    idle_without_copies,
-    needs,
-    needs_template,
-    partitions_without_zero,
-)
-from rapidformer_templates.planning.deepspeed_file.file import (
-    AUTO,
-    file_of,
-    idle_keys,
-    read,
-    section_at,
-    unknown_keys,
-)
-from rapidformer_templates.planning.deepspeed_file.settings import (
-    LEAST,
-    MOST,
-    contradictions,
-    deepspeed_settings,
-    file_notes,
-    keys_without_flag,
-    merge_file,
-)
+from rapidformer_templates.planning import checks
+from rapidformer_templates.planning.deepspeed_file import file as ds_file
+from rapidformer_templates.planning.deepspeed_file import settings as ds_settings
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
@@ -80,7 +55,7 @@ def _pipeline_inside_deepspeed(request: Request) -> list[Finding]:
     Why: DeepSpeed's pipeline accumulates whole gradients, which ZeRO-2 and ZeRO-3 partition.
     """
     partitioned, message = ("zero-2", "zero-3"), "{2} does not work with a pipeline that DeepSpeed runs"
-    return clash(request, "deepspeed-config", "pipeline-parallel", partitioned, message=message)
+    return checks.clash(request, "deepspeed-config", "pipeline-parallel", partitioned, message=message)
 
 
 @FILE_RULES.add("RF028", "[D]", "--deepspeed-config ds.json --fsdp-memory-optimization --world-size 2")
@@ -89,8 +64,8 @@ def _needs_deepspeed_engine(request: Request) -> Iterator[Finding]:
 
     Why: DeepSpeed owns the optimizer step, and two engines cannot own it.
     """
-    yield from needs_template(request, "deepspeed-config")
-    yield from clash(request, "deepspeed-config", partitions_without_zero)
+    yield from checks.needs_template(request, "deepspeed-config")
+    yield from checks.clash(request, "deepspeed-config", checks.partitions_without_zero)
 
 
 @FILE_RULES.add("RF037", "[D]", "--deepspeed-config ds.json")
@@ -101,7 +76,9 @@ def _needs_a_zero_stage(request: Request) -> list[Finding]:
     """
     stages = tuple(add({f"zero_{level}_memory_optimization": True}) for level in (2, 1, 3))
     message = "{} needs a ZeRO stage, in the file or as a flag"
-    return needs(request, "deepspeed-config", lambda switch: switch.name.startswith("zero-"), *stages, message=message)
+    return checks.needs(
+        request, "deepspeed-config", lambda switch: switch.name.startswith("zero-"), *stages, message=message
+    )
 
 
 @FILE_RULES.add(
@@ -115,7 +92,7 @@ def _agrees(request: Request) -> Iterator[Finding]:
 
     Why: one of two values would be silently ignored.
     """
-    for message in contradictions(request):
+    for message in ds_settings.contradictions(request):
         yield Finding(message, request.asked_for("deepspeed-config"), switches=("deepspeed-config",))
 
 
@@ -131,8 +108,8 @@ def _act(request: Request) -> Iterator[Finding]:
 
     Why: a key that nothing reads would be silently ignored, and a wrong value fails in a worker.
     """
-    file, flags = file_of(request), request.asked_for("deepspeed-config")
-    for path, message in (*unknown_keys(file), *idle_keys(file), *deepspeed_problems(file.content)):
+    file, flags = ds_file.file_of(request), request.asked_for("deepspeed-config")
+    for path, message in (*ds_file.unknown_keys(file), *ds_file.idle_keys(file), *deepspeed_problems(file.content)):
         yield Finding(message, (*flags, f"{path} ({file.where(path)})"), switches=("deepspeed-config",))
 
 
@@ -148,18 +125,13 @@ def _deepspeed_is_there(request: Request) -> Iterator[Finding]:
     Why: the library's own sharding replaces DeepSpeed there.
     """
     taken_over = any(name in request.active and not request.active[name].engine for name in ("zero-1", "zero-2"))
-    unsupported = keys_without_flag(request)
+    unsupported = ds_settings.keys_without_flag(request)
     if unsupported and (request.sizes.divides > 1 or taken_over):
         dividing = ("tensor-parallel", "pipeline-parallel", "expert-parallel")
         names = ("deepspeed-config", *(name for name in dividing if name in request.active))
         where = "under 3D parallelism" if request.sizes.divides > 1 else "with divided experts"
         message = f"DeepSpeed does not run {where}, and only it knows {', '.join(unsupported)}"
         yield Finding(message, request.asked_for(*names), switches=names)
-
-
-def _notes_of_file(request: Request) -> Sequence[str]:
-    unchecked = f"{file_of(request).name}: only DeepSpeed knows its inner keys, and it is not installed here"
-    return (*file_notes(request), *([unchecked] if find_spec("deepspeed") is None else []))
 
 
 PLANNED = {
@@ -171,27 +143,32 @@ PLANNED = {
 """Keys of ``zero_optimization`` that the planner supports, or that do not change the bytes it counts."""
 
 
+def _notes_of_file(request: Request) -> Sequence[str]:
+    unchecked = f"{ds_file.file_of(request).name}: only DeepSpeed knows its inner keys, and it is not installed here"
+    return (*ds_settings.file_notes(request), *([unchecked] if find_spec("deepspeed") is None else []))
+
+
 def _unknown_of_file(request: Request) -> Reasons:
-    others = sorted(set(section_at(deepspeed_settings(request, "fp32"), "zero_optimization")) - PLANNED)
+    others = sorted(
+        set(ds_file.section_at(ds_settings.deepspeed_settings(request, "fp32"), "zero_optimization")) - PLANNED
+    )
     return dict.fromkeys(FORECAST, f"what {', '.join(others)} of the file changes") if others else {}
 
 
 def _file_acted(measured: Measured) -> str | None:
     """Check that DeepSpeed runs with the ZeRO settings of the file, unless another engine replaces DeepSpeed."""
-    section = section_at(read(measured.config.get("deepspeed_config")).content, "zero_optimization")
+    section = ds_file.section_at(ds_file.read(measured.config.get("deepspeed_config")).content, "zero_optimization")
     runs_with = measured["zero_optimization"]
     if measured.plan.engine != ENGINE:
         return None
     if runs_with is None:
         return "a step by DeepSpeed was expected; something else made it"
-    settings = {name: value for name, value in section.items() if isinstance(value, (bool, int, float))}
-    # After reading it, DeepSpeed renames stage3_max_live_parameters to max_live_parameters.
-    in_effect = {name: runs_with.get(name, runs_with.get(name.removeprefix("stage3_"))) for name in settings}
-    differing = [name for name, value in settings.items() if in_effect[name] not in (value, None)]
-    if not differing:
-        return None
-    name = differing[0]
-    return f"zero_optimization.{name} = {settings[name]} was expected, as in the file; DeepSpeed has {in_effect[name]}"
+    for name, value in section.items():
+        # After reading it, DeepSpeed renames stage3_max_live_parameters to max_live_parameters.
+        used = runs_with.get(name, runs_with.get(name.removeprefix("stage3_")))
+        if isinstance(value, bool | int | float) and used not in (value, None):
+            return f"zero_optimization.{name} = {value} was expected, as in the file; DeepSpeed has {used}"
+    return None
 
 
 DEEPSPEED_CONFIG = Switch(
@@ -203,7 +180,7 @@ DEEPSPEED_CONFIG = Switch(
     on={"deepspeed_config": "ds.json"},
     predicts=Prediction({"activations": "a bucket of the file's size"}, _unknown_of_file),
     templates=("Trainer",),
-    adopt=merge_file,
+    adopt=ds_settings.merge_file,
     needs_package="deepspeed",
     install=INSTALL,
     notes=_notes_of_file,
@@ -217,7 +194,9 @@ DEEPSPEED_CONFIG = Switch(
 class Zero1Flags:
     """Acceleration"""
 
-    zero_1_memory_optimization: bool = flag(False, "ZeRO-1: shard the optimizer state (DeepSpeed)", choice=PARTITIONING)
+    zero_1_memory_optimization: bool = flag(
+        False, "ZeRO-1: shard the optimizer state (DeepSpeed)", choice=checks.PARTITIONING
+    )
 
 
 @dataclass(frozen=True)
@@ -225,7 +204,7 @@ class Zero2Flags:
     """Acceleration"""
 
     zero_2_memory_optimization: bool = flag(
-        False, "ZeRO-2: shard optimizer state and gradients (DeepSpeed)", choice=PARTITIONING
+        False, "ZeRO-2: shard optimizer state and gradients (DeepSpeed)", choice=checks.PARTITIONING
     )
 
 
@@ -234,7 +213,7 @@ class Zero3Flags:
     """Acceleration"""
 
     zero_3_memory_optimization: bool = flag(
-        False, "ZeRO-3: shard optimizer state, gradients and parameters (DeepSpeed)", choice=PARTITIONING
+        False, "ZeRO-3: shard optimizer state, gradients and parameters (DeepSpeed)", choice=checks.PARTITIONING
     )
     zero_3_param_persistence_threshold: int | None = flag(
         None,
@@ -266,7 +245,7 @@ def only_in_trainer(request: Request) -> Iterator[Finding]:
 
     Why: ZeRO partitions through DeepSpeed, which owns the optimizer step.
     """
-    return needs_template(request, "zero-1", "zero-2", "zero-3")
+    return checks.needs_template(request, "zero-1", "zero-2", "zero-3")
 
 
 @RULES.add("RF245", "[D]", "--zero-1-memory-optimization --world-size 2", device="maia")
@@ -283,16 +262,16 @@ def _knows_device(request: Request) -> Iterator[Finding]:
 
 
 def _deepspeed_config(request: Request) -> dict[str, Any]:
-    return deepspeed_settings(request, precision(request.config, request.environment))
+    return ds_settings.deepspeed_settings(request, precision(request.config, request.environment))
 
 
-_IDLE_ALONE = idle_without_copies("ZeRO: one worker, so there is nothing to shard")
+_IDLE_ALONE = checks.idle_without_copies("ZeRO: one worker, so there is nothing to shard")
 
 
 def _notes(request: Request) -> Sequence[str]:
     size = _deepspeed_config(request)["zero_optimization"]["reduce_bucket_size"]
-    if size == AUTO:
-        size = f"the square of the model's width, {LEAST:,} to {MOST:,}"
+    if size == ds_file.AUTO:
+        size = f"the square of the model's width, {ds_settings.LEAST:,} to {ds_settings.MOST:,}"
     # The file may have anything here. DeepSpeed's own model checks it before the workers start.
     buckets = f"ZeRO: a bucket holds {format(size, ',') if isinstance(size, int | float) else size} elements"
     return _IDLE_ALONE(request) or (buckets,)
@@ -303,18 +282,6 @@ def _notes_without_deepspeed(request: Request) -> Sequence[str]:
     what = f"the library's own sharding over the data-parallel workers replaces DeepSpeed {where}"
     idle = "; there is only one of them, so there is nothing to shard" if request.sizes.copies == 1 else ""
     return (f"ZeRO: {what}{idle}",)
-
-
-def _without_deepspeed(switch: Switch, shards: Literal["optimizer", "gradients"]) -> Switch:
-    """Return ZeRO-1 or ZeRO-2 by the engine of 3D layouts."""
-    return replace(
-        switch,
-        needs_package=None,
-        engine=None,
-        engine_options=lambda request, options: replace(options, shard_over_data=shards),
-        notes=_notes_without_deepspeed,
-        rules=(only_in_trainer,),
-    )
 
 
 PREDICTION = Prediction(
@@ -332,10 +299,10 @@ def _partitioned(measured: Measured) -> str | None:
     """Check that parameters are partitioned, if the model has one above ZeRO-3's threshold."""
     settings = measured["zero_optimization"] or {}
     threshold = settings.get("param_persistence_threshold", 0)
-    return divides_parameters(measured) if (measured["largest_parameter"] or 0) > threshold else None
+    return checks.divides_parameters(measured) if (measured["largest_parameter"] or 0) > threshold else None
 
 
-_STATES = check_even_shards(updated_elements="optimizer state")
+_STATES = checks.check_even_shards(updated_elements="optimizer state")
 
 
 def _gradients(measured: Measured) -> str | None:
@@ -346,11 +313,17 @@ def _gradients(measured: Measured) -> str | None:
     if {"cpu-offload", "nvme-offload"} & set(measured.plan.switches):
         return None
     # ZeRO-3 partitions each parameter. ZeRO-2 partitions all of them as one row.
-    shares = check_even_shards(whole_at_borders="zero-2" in measured.plan.switches, gradient_elements="gradients")
+    shares = checks.check_even_shards(
+        whole_at_borders="zero-2" in measured.plan.switches, gradient_elements="gradients"
+    )
     return shares(measured)
 
 
-_ACTED = {1: _STATES, 2: first_finding(_STATES, _gradients), 3: first_finding(_STATES, _gradients, _partitioned)}
+_ACTED = {
+    1: _STATES,
+    2: checks.first_finding(_STATES, _gradients),
+    3: checks.first_finding(_STATES, _gradients, _partitioned),
+}
 
 
 def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:
@@ -361,7 +334,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         precedence=Precedence.SHARD,
         options=options,
         predicts=PREDICTION,
-        family=PARTITIONING,
+        family=checks.PARTITIONING,
         claims=claims,
         templates=("Trainer",),
         rules=tuple(RULES),
@@ -387,7 +360,18 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
     if level == 3:  # refused under 3D
         return switch
     shards: Literal["optimizer", "gradients"] = "optimizer" if level == 1 else "gradients"
-    return replace(switch, divides_copies=True, in_layout=lambda switch: _without_deepspeed(switch, shards))
+    return replace(
+        switch,
+        divides_copies=True,
+        in_layout=lambda switch: replace(
+            switch,
+            needs_package=None,
+            engine=None,
+            engine_options=lambda request, options: replace(options, shard_over_data=shards),
+            notes=_notes_without_deepspeed,
+            rules=(only_in_trainer,),
+        ),
+    )
 
 
 _STATE = frozenset({Resource.OPTIMIZER_STATE})

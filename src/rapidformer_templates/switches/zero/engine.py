@@ -16,12 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer_templates.engines.backwards import (
-    Derivatives,
-    GradientSequence,
-    reached_parameters,
-    with_unused_parameters,
-)
+from rapidformer_templates.engines import backwards
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec, trained_parameters
@@ -143,7 +138,9 @@ class DeepSpeedEngine(SingleEngine):
         self.loss_scale = None  # DeepSpeed has its own, with the same rule
         self.config: dict[str, Any] = dict(plan.engine_options.deepspeed)
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
-        self._derivatives_in_loss = Derivatives(0, f"ZeRO-{self.zero_stage}")  # it reduces gradients in any backward
+        self._derivatives_in_loss = backwards.Derivatives(
+            0, f"ZeRO-{self.zero_stage}"
+        )  # it reduces gradients in any backward
         build_parts(plan)
         # Connect DeepSpeed to the process group and the device. A single worker gets a new group.
         os.environ["LOCAL_RANK"] = str(workers.local_rank)
@@ -177,9 +174,19 @@ class DeepSpeedEngine(SingleEngine):
 
         self.config = self._config_for(width_of(model))
         named = trained_parameters(model)
-        self._check_parameters(model, [p for _, p in named])
-        differing = recipe.differences(named)
         self._parameters = [p for _, p in named]
+        # DeepSpeed cannot put these end to end: several types, complex numbers, and nothing at all.
+        types = {p.dtype for p in self._parameters if self.compute_type is None or p.is_complex()}
+        empty = [name for name, p in model.named_parameters() if p.numel() == 0]
+        if len(types) > 1 or any(dtype.is_complex for dtype in types) or empty:
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
+            raise RapidformerError(
+                f"this model trains {names}" if not empty else f"{empty[0]} has no elements",
+                where=f"ZeRO-{self.zero_stage}, which joins parameters of one real type",
+                hint="change it in build_model(), or train with --fsdp-memory-optimization or "
+                "--use-distributed-optimizer",
+            )
+        differing = recipe.differences(named)
         masters = self._convert(model, self.config)
         with _without_gathers(self._parameters):
             self._deepspeed, _, _, _ = deepspeed.initialize(
@@ -193,28 +200,11 @@ class DeepSpeedEngine(SingleEngine):
         self._state.restore_masters(masters)
         self._sequence_check = self._state.sequence_check()
         self.needs_zero_gradients = self.zero_stage == 3
-        self._sequence = GradientSequence(
+        self._sequence = backwards.GradientSequence(
             len(self._parameters), self._state.hook_gradients(self._parameters, self._on_gradient_ready)
         )
         settings = self._deepspeed._config.zero_config.model_dump().items()
         self.receipts["zero_optimization"] = {key: v for key, v in settings if isinstance(v, (bool, int, float))}
-
-    def _check_parameters(self, model: nn.Module, trained: Sequence[nn.Parameter]) -> None:
-        """Refuse what DeepSpeed cannot put end to end: several types, complex numbers, and nothing at all.
-
-        Raises:
-            RapidformerError: the model has such parameters.
-        """
-        types = {p.dtype for p in trained if self.compute_type is None or p.is_complex()}
-        empty = [name for name, p in model.named_parameters() if p.numel() == 0]
-        if len(types) < 2 and not any(dtype.is_complex for dtype in types) and not empty:
-            return
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
-        raise RapidformerError(
-            f"this model trains {names}" if not empty else f"{empty[0]} has no elements",
-            where=f"ZeRO-{self.zero_stage}, which joins parameters of one real type",
-            hint="change it in build_model(), or train with --fsdp-memory-optimization or --use-distributed-optimizer",
-        )
 
     def frozen(self, model: nn.Module) -> nn.Module:
         """Prepare a frozen model like the trained one: in the compute type, partitioned in stage 3, no optimizer."""
@@ -228,8 +218,7 @@ class DeepSpeedEngine(SingleEngine):
             return accelerator.move(model, self.workers.device)
         divided, _, _, _ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
         divided.eval()
-        wrapped: nn.Module = divided
-        return wrapped
+        return divided
 
     def _convert(self, model: nn.Module, config: Mapping[str, Any]) -> zero_state.Masters:
         """Cast a model to the compute type, and partition it in stage 3. All workers get the values of the first."""
@@ -243,8 +232,7 @@ class DeepSpeedEngine(SingleEngine):
         return partition(model, config, self.compute_type, self.workers, self._construction)
 
     def _distribute(self) -> nn.Module:
-        wrapped: nn.Module = self._deepspeed
-        return wrapped
+        return self._deepspeed
 
     def _supports_async_step(self) -> bool:
         return False  # DeepSpeed reads the norm on the host
@@ -270,10 +258,12 @@ class DeepSpeedEngine(SingleEngine):
 
     def _backward(self, loss: torch.Tensor) -> None:
         if self._sequence_check and not self._sequence_check.is_known:
-            used = set(map(id, reached_parameters(loss)))
+            used = set(map(id, backwards.reached_parameters(loss)))
             self._sequence_check.forward_done(self._names(p for p in self._parameters if id(p) not in used))
         self._sequence.begin()
-        self._deepspeed.backward(with_unused_parameters(loss, (), then=self._sequence.finish), scale_wrt_gas=False)
+        self._deepspeed.backward(
+            backwards.with_unused_parameters(loss, (), then=self._sequence.finish), scale_wrt_gas=False
+        )
 
     def _on_gradient_ready(self, index: int) -> None:
         if self._parameters[index].grad is not None:
@@ -296,8 +286,7 @@ class DeepSpeedEngine(SingleEngine):
         Raises:
             RapidformerError: the loss of no worker reaches a trainable parameter.
         """
-        unused = self._names(self._parameters[index] for index in indices)
-        if unused:
+        if unused := self._names(self._parameters[index] for index in indices):
             raise RapidformerError(
                 f"the loss does not reach {len(unused)} parameters: {', '.join(unused[:6])}",
                 where=f"ZeRO-{self.zero_stage}, which would let them decay",

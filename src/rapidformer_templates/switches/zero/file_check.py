@@ -18,15 +18,7 @@ from importlib.util import find_spec
 from typing import Any, get_args
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.deepspeed_file.file import (
-    AUTO,
-    Problem,
-    Section,
-    leaves,
-    section_at,
-    type_of,
-    unknown_in,
-)
+from rapidformer_templates.planning.deepspeed_file import file as ds_file
 from rapidformer_templates.planning.schedules import DEEPSPEED_SCHEDULES, FileSchedule
 from rapidformer_templates.system import launch
 
@@ -38,7 +30,7 @@ MODELS = {
 """Sections, with DeepSpeed's module and model that read them."""
 
 PLAIN = {
-    **dict.fromkeys(("fp16.enabled", "bf16.enabled"), (True, False, AUTO)),
+    **dict.fromkeys(("fp16.enabled", "bf16.enabled"), (True, False, ds_file.AUTO)),
     "zero_optimization.stage": (1, 2, 3),
     "zero_optimization.offload_optimizer.device": ("cpu", "none"),
     "scheduler.type": ("WarmupLR",),
@@ -46,7 +38,7 @@ PLAIN = {
 """Values that the plan reads itself. DeepSpeed is not asked about a file that has no others."""
 
 
-def deepspeed_problems(content: Section) -> tuple[Problem, ...]:
+def deepspeed_problems(content: ds_file.Section) -> tuple[ds_file.Problem, ...]:
     """Return what the installed DeepSpeed does not know or does not accept in a file.
 
     Workers do not look, because their launcher, or the first of them, does. Without DeepSpeed nothing is known.
@@ -54,17 +46,17 @@ def deepspeed_problems(content: Section) -> tuple[Problem, ...]:
     Raises:
         ConfigError: DeepSpeed cannot be imported.
     """
-    names = [*MODELS, "aio", *(["scheduler"] if type_of(content, "scheduler") in DEEPSPEED_SCHEDULES else [])]
-    sections = {name: section for name in names if (section := section_at(content, name))}
+    names = [*MODELS, "aio", *(["scheduler"] if ds_file.type_of(content, "scheduler") in DEEPSPEED_SCHEDULES else [])]
+    sections = {name: section for name in names if (section := ds_file.section_at(content, name))}
     is_other_worker = launch.CHECKED in os.environ or os.environ.get("RANK", "0") != "0"
-    is_plain = all(value in PLAIN.get(path, ()) for path, value in leaves(sections))
+    is_plain = all(value in PLAIN.get(path, ()) for path, value in ds_file.leaves(sections))
     if is_plain or is_other_worker or find_spec("deepspeed") is None:
         return ()
     return _ask_deepspeed(json.dumps(sections))
 
 
 @cache
-def _ask_deepspeed(sections: str) -> tuple[Problem, ...]:
+def _ask_deepspeed(sections: str) -> tuple[ds_file.Problem, ...]:
     if "deepspeed" in sys.modules:
         return tuple(find_problems(json.loads(sections)))
     path = os.pathsep.join(entry for entry in sys.path if entry)  # the import path of this process
@@ -79,20 +71,26 @@ def _ask_deepspeed(sections: str) -> tuple[Problem, ...]:
     return tuple((path, message) for path, message in json.loads(child.stdout))
 
 
-def find_problems(content: Section) -> list[Problem]:
+def find_problems(content: ds_file.Section) -> list[ds_file.Problem]:
     """Return what DeepSpeed does not know or does not accept. Imports DeepSpeed."""
     known = {f"aio.{key}": "" for key in _module("runtime.swap_tensor.aio_config").AIO_DEFAULT_DICT}
     models = {name: getattr(_module(module), kind) for name, (module, kind) in MODELS.items()}
-    if scheduler := type_of(content, "scheduler"):
+    if scheduler := ds_file.type_of(content, "scheduler"):
         known |= dict.fromkeys(("scheduler.type", "scheduler.params", "scheduler.params.last_batch_iteration"), "")
         models["scheduler.params"] = _model_of(getattr(_module("runtime.lr_schedules"), scheduler))
     for name, model in models.items():
         known |= dict(_keys_of(model, f"{name}."))
-    problems = [problem for name in content for problem in unknown_in(section_at(content, name), f"{name}.", known)]
+    problems = [
+        problem
+        for name in content
+        for problem in ds_file.unknown_in(ds_file.section_at(content, name), f"{name}.", known)
+    ]
     for name, model in models.items():
-        problems += _wrong_values(name, model, section_at(content, name))
+        problems += _wrong_values(name, model, ds_file.section_at(content, name))
     if scheduler and not any(path.startswith("scheduler") for path, _ in problems):
-        problems += _refused_schedule({"type": scheduler, "params": dict(section_at(content, "scheduler.params"))})
+        problems += _refused_schedule(
+            {"type": scheduler, "params": dict(ds_file.section_at(content, "scheduler.params"))}
+        )
     return problems
 
 
@@ -124,12 +122,12 @@ def _model_of(schedule: Any) -> Any:
     return create_model("Schedule", __config__=ConfigDict(strict=True, allow_inf_nan=False), **fields)
 
 
-def _wrong_values(name: str, model: Any, section: Section) -> Iterator[Problem]:
+def _wrong_values(name: str, model: Any, section: ds_file.Section) -> Iterator[ds_file.Problem]:
     from pydantic import ValidationError
 
     values = section
     if name == "scheduler.params":  # DeepSpeed's own models leave "auto" out
-        values = {key: 1 if value == AUTO else value for key, value in section.items() if value is not None}
+        values = {key: 1 if value == ds_file.AUTO else value for key, value in section.items() if value is not None}
     try:
         model(**values)
     except ValidationError as error:
@@ -142,7 +140,7 @@ def _wrong_values(name: str, model: Any, section: Section) -> Iterator[Problem]:
         yield name, f"{name}: {error}"
 
 
-def _refused_schedule(schedule: FileSchedule) -> Iterator[Problem]:
+def _refused_schedule(schedule: FileSchedule) -> Iterator[ds_file.Problem]:
     from rapidformer_templates.engines.recipe import deepspeed_rates
 
     try:

@@ -13,21 +13,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines import optimizer_state as states
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.backwards import ForwardSequenceCheck
 from rapidformer_templates.engines.boxes import Index
-from rapidformer_templates.engines.optimizer_state import (
-    AVERAGE,
-    COUNT,
-    PREFIX,
-    check_count,
-    exchange_with_average,
-    group_entries,
-    read_group,
-    read_shared_value,
-    split_keys,
-    step_once,
-)
 from rapidformer_templates.engines.shards import (
     Copies,
     Shard,
@@ -162,7 +151,7 @@ class ZeroState(ABC):
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=False) as flat:
                 state = self._optimizer_state(flat)
-                state |= group_entries(self.optimizer.optimizer, self._group(index), state)
+                state |= states.group_entries(self.optimizer.optimizer, self._group(index), state)
                 for fragment in fragments:
                     if kind == "weights":
                         yield fragment.shard(flat)
@@ -180,7 +169,7 @@ class ZeroState(ABC):
                 yield fragment.shard(value, key)
             elif fragment.start == 0 and value is not None:  # a step count, written by the rank with the first element
                 # Store float32, as torch's optimizers do. DeepSpeed's count in plain integers.
-                exact = key.startswith(PREFIX)
+                exact = key.startswith(states.PREFIX)
                 count = torch.as_tensor(value).to(None if exact else torch.float32, copy=True)
                 yield whole_shard(f"{fragment.name}/{key}", count)
 
@@ -203,7 +192,7 @@ class ZeroState(ABC):
                 if optimizer_state:
                     self.optimizer.optimizer.state[flat] = self._read_state(flat, fragments, reader)
                     optimizer, group = self.optimizer.optimizer, self._group(index)
-                    values = read_group(optimizer, group, [f.name for f in fragments], reader)
+                    values = states.read_group(optimizer, group, [f.name for f in fragments], reader)
                     optimizer.param_groups[group].update(values)
                 load_weights((fragment.shard(flat) for fragment in fragments), reader)
         for name, tensor in self._unpartitioned_tensors():
@@ -224,22 +213,25 @@ class ZeroState(ABC):
         """Swap the averages with the masters, and update the model."""
         for index in range(len(self.fragments)):
             with self.partition(index, write=True) as flat:
-                exchange_with_average(flat, self.optimizer.optimizer.state.get(flat, {}))
+                states.exchange_with_average(flat, self.optimizer.optimizer.state.get(flat, {}))
         self._copy_to_model()
 
     def _read_state(self, flat: torch.Tensor, fragments: list[Fragment], reader: StateReader) -> dict[str, Any]:
         """Read the optimizer state of a flat partition. Existing tensors are overwritten in place."""
         saved, state = reader.names("optimizer"), self._optimizer_state(flat)
-        names = {f.name for f in fragments}
-        keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in names}
-        per_parameter, _ = split_keys(self.optimizer.optimizer, sorted(keys))
-        check_count(self.optimizer.optimizer, ", ".join(sorted(names)[:2]), sorted(keys))
+        names, weights = {f.name for f in fragments}, reader.names("weights")
+        parts = {entry: entry.rpartition("/") for entry in saved}
+        keys = {key for name, _, key in parts.values() if name in names}
+        # One number for a parameter, and not one for each of its elements.
+        scalars = {key for entry, (name, _, key) in parts.items() if saved[entry] == () and weights.get(name)}
+        per_parameter, _ = states.split_keys(self.optimizer.optimizer, sorted(keys))
+        states.check_count(self.optimizer.optimizer, ", ".join(sorted(names)[:2]), sorted(keys))
         for key in per_parameter:
             saved_fragments = [f for f in fragments if f"{f.name}/{key}" in saved]
-            if _is_one_number(key, reader):
+            if key == states.COUNT or key in scalars:
                 # Each parameter has this value, but a flat partition has it only once.
                 hint = "ZeRO has one for many parameters; continue without ZeRO, or freeze what is not always trained"
-                count = read_shared_value(reader, key, [f.name for f in saved_fragments], hint)
+                count = states.read_shared_value(reader, key, [f.name for f in saved_fragments], hint)
                 # DeepSpeed's own optimizers count in plain integers, torch's in tensors.
                 state[key] = int(count) if type(self.optimizer.optimizer).__module__.startswith("deepspeed") else count
                 continue
@@ -247,7 +239,7 @@ class ZeroState(ABC):
                 state[key] = torch.zeros_like(flat, requires_grad=False)
             for f in saved_fragments:
                 f.shard(state[key]).fill(partial(reader.read, "optimizer", f"{f.name}/{key}"))
-            if key == AVERAGE:  # a parameter that no step has updated equals its average
+            if key == states.AVERAGE:  # a parameter that no step has updated equals its average
                 load_weights((f.shard(state[key]) for f in fragments if f not in saved_fragments), reader)
         return state
 
@@ -262,13 +254,6 @@ class ZeroState(ABC):
             with self._gather_unpartitioned(tensor) as whole:
                 if self.workers.is_main:
                     yield name, whole.detach().cpu()
-
-
-def _is_one_number(key: str, reader: StateReader) -> bool:
-    """Whether an entry of the optimizer state is one number for a parameter, and not one for each of its elements."""
-    weights, entries = reader.names("weights"), reader.names("optimizer").items()
-    of_key = ((name, shape) for entry, shape in entries for name, _, last in [entry.rpartition("/")] if last == key)
-    return key == COUNT or any(shape == () and weights.get(name) for name, shape in of_key)
 
 
 class FlatGroups(ZeroState):
@@ -328,8 +313,7 @@ class FlatGroups(ZeroState):
         }
 
     def _gather_trained(self, parameter: Any) -> torch.Tensor:
-        whole: torch.Tensor = parameter.get_full_hp_param()
-        return whole
+        return parameter.get_full_hp_param()
 
 
 class PartitionedParameters(ZeroState):
@@ -337,7 +321,7 @@ class PartitionedParameters(ZeroState):
 
     def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
         super().__init__(optimizer, assembly, workers)
-        step_once(optimizer)
+        states.step_once(optimizer)
         for group in optimizer.fp16_groups:
             fragments, offset = [], 0
             for parameter in group:
@@ -440,8 +424,7 @@ class PartitionedParameters(ZeroState):
         return ForwardSequenceCheck(modules, trained, self.workers, "ZeRO-3")
 
     def _gather_trained(self, parameter: Any) -> torch.Tensor:
-        whole: torch.Tensor = self.optimizer.get_full_hp_param(parameter)
-        return whole
+        return self.optimizer.get_full_hp_param(parameter)
 
     @contextmanager
     def _gather_unpartitioned(self, tensor: Any, *, write: bool = False) -> Iterator[torch.Tensor]:
