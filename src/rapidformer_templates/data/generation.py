@@ -38,33 +38,18 @@ class Generation:
     seed: int = 1234
 
 
-class GenerativeModel(Protocol):
-    """A model of transformers that generates tokens."""
+class TrainedModel(Protocol):
+    """A model of transformers that predicts rows. Only tasks that generate texts call ``generate``."""
 
     generation_config: GenerationConfig
 
-    def generate(
-        self,
-        *,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        generation_config: GenerationConfig,
-        synced_gpus: bool,
-        streamer: BaseStreamer | None,
-    ) -> torch.Tensor:
-        """Return the tokens of each row."""
-
-
-class TrainedModel(GenerativeModel, Protocol):
-    """A model that predicts rows. Only tasks that generate texts call ``generate``."""
-
     def __call__(self, **inputs: torch.Tensor) -> ModelOutputs: ...
-
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def generate(self, **inputs: object) -> torch.Tensor: ...
 
 
 def generate(
-    model: GenerativeModel,
+    model: TrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     batch: Mapping[str, torch.Tensor],
     new_tokens: int,

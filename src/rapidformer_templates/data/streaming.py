@@ -122,9 +122,8 @@ class RowStream:
         return StreamedRow(self.files[0], 0, None, ())
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_set", "_rows")} | {
-            "_state": self.state()
-        }
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_set", "_rows")}
+        return kept | {"_state": self.state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         stands = state.pop("_state")

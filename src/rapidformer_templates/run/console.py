@@ -74,7 +74,7 @@ def summarise(loop: Loop, metrics: dict[str, float], receipts: Measurements) -> 
         earlier = run.folder.read_summary()
         measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank", "stragglers")
         summary |= {name: earlier[name] for name in measured if name in earlier}
-    summary["trackers"] = run.workers.broadcast(loop.log.end_trackers(summary))
+    summary["trackers"] = run.workers.broadcast(loop.log.trackers.end(summary) if loop.log.trackers else {})
     if run.workers.is_main and run.folder:
         write_json(run.folder.summary, finite(summary))
     return summary

@@ -186,10 +186,6 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
     )
 
 
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "adl": "adlfs"}
-"""The packages of kinds of storage that fsspec knows but does not contain."""
-
-
 def check_mirror(url: str) -> None:
     """Check that the file system of a URL is known and installed. Does not connect.
 
@@ -202,9 +198,7 @@ def check_mirror(url: str) -> None:
     try:
         get_filesystem_class(protocol)
     except ImportError as error:
-        package = PACKAGES.get(protocol)
-        hint = f"pip install {package}" if package else str(error)
-        raise ConfigError(f"{protocol}:// needs another package", where="--mirror", hint=hint) from error
+        raise ConfigError(f"{protocol}:// needs another package", where="--mirror", hint=str(error)) from error
     except ValueError as error:
         raise ConfigError(
             f"unknown kind of storage '{protocol}://'",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -44,10 +44,7 @@ from rapidformer_templates.run.scripts import (
     train_in_new_workers,
     train_in_this_worker,
 )
-from rapidformer_templates.run.steps import (
-    best_metric,
-    build_order,
-)
+from rapidformer_templates.run.steps import best_metric, build_order
 from rapidformer_templates.run.watch import EXPORT
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import writing
@@ -72,12 +69,12 @@ def fit(template: Template, then: AfterTraining | None = None, keep: Keep | None
         return train_in_this_worker(name, flags, template.override_flags, lambda: join_and_train(template))
     if (template.config.launch.nproc_per_node or 1) > 1:
         return record_outcome(lambda: _train_in_workers(template, keep))
-    return record_outcome(lambda: _train_alone(template, then))
 
+    def train_alone() -> Summary:
+        with kept_process_state():
+            return join_and_train(template, then)
 
-def _train_alone(template: Template, then: AfterTraining | None) -> Summary:
-    with kept_process_state():
-        return join_and_train(template, then)
+    return record_outcome(train_alone)
 
 
 def _train_in_workers(template: Template, keep: Keep | None) -> Summary:
@@ -137,7 +134,13 @@ def join_and_train(template: Template, then: AfterTraining | None = None) -> Sum
         _run_folder(template, workers) as folder,
     ):
         run = begin_run(template, workers, folder)
-        with _watched(run):
+
+        def resume_hint() -> str:
+            saved = candidates(folder.checkpoints) if folder else []
+            return f"--resume continues from {saved[0].name}" if saved else "there is no checkpoint to resume from"
+
+        stacks = folder.stacks if folder else None
+        with run.watch.running(workers, config.launch.worker_timeout, stacks, resume_hint):
             summary = train(run, stop, then)
     name = config.training.push_to_hub
     if name and folder and workers.is_main:
@@ -162,18 +165,6 @@ def _check_launcher_flags(config: RunConfig) -> None:
         )
 
 
-def _watched(run: Run) -> AbstractContextManager[None]:
-    """Find workers that make no progress inside the context."""
-    folder = run.folder
-
-    def resume_hint() -> str:
-        saved = candidates(folder.checkpoints) if folder else []
-        return f"--resume continues from {saved[0].name}" if saved else "there is no checkpoint to resume from"
-
-    stacks = folder.stacks if folder else None
-    return run.watch.running(run.workers, run.config.launch.worker_timeout, stacks, resume_hint)
-
-
 @contextmanager
 def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | None]:
     """Lock the ``--save`` folder inside the context, so that no other run can write to it."""
@@ -188,11 +179,8 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
         return
     with lock_folder(folder.path, workers) as has_locks:
         if not has_locks:
-            say(
-                workers,
-                f"the file system of {folder.path} does not support locks: do not start a second run there",
-                loud=True,
-            )
+            line = f"the file system of {folder.path} does not support locks: do not start a second run there"
+            say(workers, line, loud=True)
         with mirrored(training, folder, workers):
             yield folder
 
@@ -349,11 +337,8 @@ def _load_best_weights(run: Run) -> bool:
     checkpoint = folder_of(folder.checkpoints, best["step"])
     problem = problem_on_all_ranks(checkpoint, run.workers)
     if problem:
-        say(
-            run.workers,
-            f"the best checkpoint is lost ({checkpoint.name}: {problem}): the last weights are used instead",
-            loud=True,
-        )
+        line = f"the best checkpoint is lost ({checkpoint.name}: {problem}): the last weights are used instead"
+        say(run.workers, line, loud=True)
         run.position.best = None
         return False
     averages = run.config.training.ema_decay is not None  # the averages are part of the optimizer state

@@ -17,19 +17,9 @@ from rapidformer_templates.planning.tasks import metric_name
 from rapidformer_templates.system.files import JSON_ERRORS, finite, sync, write_json, write_text, writing
 
 CONTENTS = (
-    "plan.json",
-    "deepspeed.json",
-    "reference.safetensors",
-    "metrics.jsonl",
-    "trackers",
-    "summary.json",
-    "curves.png",
-    "profile",
-    "stacks",
-    "checkpoints",
-    "model",
-    "export",
-)
+    "plan.json", "deepspeed.json", "reference.safetensors", "metrics.jsonl", "trackers", "summary.json", "curves.png",
+    "profile", "stacks", "checkpoints", "model", "export",
+)  # fmt: skip
 
 Summary = dict[str, Any]
 """The content of ``summary.json``, which ``fit`` returns. docs/run-folder.md lists its fields."""

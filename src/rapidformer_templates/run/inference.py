@@ -84,7 +84,11 @@ def build_single_process(template: Template, weights: Weights | None) -> Run:
         workers = Workers(rank=0, local_rank=0, world=1, device=accelerator.device_of(device, 0))
         run = begin_run(template, workers, trains=False)
         if template.reads_task_data and not template.config.data.is_named:
-            _use_trained_task(run)
+            # The task without any data: the model is trained, and its folder knows the labels and columns.
+            path, run.task = run.config.model.pretrained_model_name_or_path, run.hooks.task
+            if not run.task.is_trained:
+                run.task.load_label_state(exported_model(Path(path)).decisions(run.task.name) if path else {})
+            run.data, run.hooks.uses_task, run.hooks.tokenizer = Data(train=None), True, run.task.tokenizer
         else:
             build_data(run)
         build_engine(run)
@@ -104,14 +108,6 @@ def build_single_process(template: Template, weights: Weights | None) -> Run:
         run.engine.load(_WeightReader(weights), optimizer=False)
     run.model.eval()
     return run
-
-
-def _use_trained_task(run: Run) -> None:
-    """Use the task without any data: the model is trained, and its folder knows the labels and columns."""
-    folder, run.task = run.config.model.pretrained_model_name_or_path, run.hooks.task
-    if not run.task.is_trained:
-        run.task.load_label_state(exported_model(Path(folder)).decisions(run.task.name) if folder else {})
-    run.data, run.hooks.uses_task, run.hooks.tokenizer = Data(train=None), True, run.task.tokenizer
 
 
 def evaluate(template: Template, run: Run, data: Any = None) -> dict[str, float]:

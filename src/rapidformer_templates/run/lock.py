@@ -132,9 +132,8 @@ class RunLock:
 
     def release(self, *, remove: bool) -> None:
         """Release the lock. ``remove`` also deletes the file, and the folder if this run created it and it is empty."""
-        with contextlib.suppress(
-            OSError
-        ):  # harmless: the kernel releases the lock at exit, and the file does not matter
+        # Errors are harmless: the kernel releases the lock at exit, and the file does not matter.
+        with contextlib.suppress(OSError):
             if remove and self._is_owner:
                 self.path.unlink(missing_ok=True)
             if remove and self._created_folder and not any(self.folder.iterdir()):
@@ -158,16 +157,12 @@ class RunLock:
             fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             self._close()
-            owner = self._owner()
-            process = f"process {owner.get('process')} on {owner.get('host')}"
-            other = (
-                f"{process}, since {owner.get('since')}: {owner.get('command')}" if owner else "it does not say which"
-            )
-            raise ConfigError(
-                f"another run writes into {self.folder}: {other}",
-                where="--save",
-                hint="wait until it has ended, or give another folder",
-            ) from None
+            owner, other = self._owner(), "it does not say which"
+            if owner:
+                process = f"process {owner.get('process')} on {owner.get('host')}"
+                other = f"{process}, since {owner.get('since')}: {owner.get('command')}"
+            hint = "wait until it has ended, or give another folder"
+            raise ConfigError(f"another run writes into {self.folder}: {other}", where="--save", hint=hint) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise

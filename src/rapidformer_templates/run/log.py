@@ -14,8 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -46,16 +45,8 @@ Parameter = str | int | float | bool
 V = TypeVar("V")
 
 
-class TrackerResult(TypedDict):
-    """The result of a tracker for the summary.
-
-    Attributes:
-        where: where its curves are.
-        failed: the reason why it has failed, or None.
-    """
-
-    where: str | None
-    failed: str | None
+TrackerResult = dict[str, str | None]
+"""The result of a tracker for the summary: ``where`` its curves are, and why it ``failed``, or None."""
 
 
 class Trackers:
@@ -138,16 +129,15 @@ class Trackers:
         """Log the summary, and close. Returns the result of each tracker by its name."""
         self.flush()
         self._step = summary["steps"]
-        self._all(
-            lambda tracker, is_logged: self._log_new(
-                tracker.summarise, results_of(summary, totals_as_text=not tracker.has_summary), is_logged
-            )
-        )
+
+        def summarise(tracker: Tracker, is_logged: IsLogged) -> None:
+            self._log_new(tracker.summarise, results_of(summary, totals_as_text=not tracker.has_summary), is_logged)
+
+        self._all(summarise)
         where = {name: tracker.where for name, tracker in self._open.items()}
         self.close()
-        return {
-            name: {"where": where.get(name), "failed": self.failed.get(name)} for name in sorted({*where, *self.failed})
-        }
+        names = sorted({*where, *self.failed})
+        return {name: {"where": where.get(name), "failed": self.failed.get(name)} for name in names}
 
     def close(self) -> None:
         self.flush()
@@ -166,22 +156,8 @@ class Trackers:
             self._open.pop(name, None)
             reason = next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__
             self.failed[name] = f"{reason} (at step {self._step})"
-            say(
-                self.workers,
-                f"{name} failed: {reason}; the run continues without it, and what it misses is in "
-                f"{self.folder.metrics}",
-                loud=True,
-            )
-
-
-def open_trackers(run: Run) -> Trackers | None:
-    """Open the trackers of a run on its main worker. None if there are none."""
-    training, folder = run.config.training, run.folder
-    names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
-    if not names or folder is None or not run.workers.is_main:
-        return None
-    run_name = RunName(training.run_name or folder.path.resolve().name, training.project_name)
-    return Trackers(folder, names, run_name, run.config, run.plan, run.workers)
+            what = f"the run continues without it, and what it misses is in {self.folder.metrics}"
+            say(self.workers, f"{name} failed: {reason}; {what}", loud=True)
 
 
 def run_parameters(config: RunConfig, plan: Plan) -> dict[str, Parameter]:
@@ -320,17 +296,10 @@ class Progress:
         """Show a line of ``metrics.jsonl``."""
         skipped = "  skipped" if line["skipped"] else ""
         numbers = f"loss {line['loss']:.4f}  grad norm {line['grad_norm']:.4f}  lr {line['lr']:.3g}"
-        self._tell(line["step"], f"{numbers}  {line['samples_per_second']:,.1f} samples/s{skipped}")
+        self.tell(line["step"], f"{numbers}  {line['samples_per_second']:,.1f} samples/s{skipped}")
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of an evaluation."""
-        self._tell(step, "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-
-    def saved(self, step: int, path: Path) -> None:
-        """Show that a checkpoint is complete."""
-        self._tell(step, f"saved {path}")
-
-    def _tell(self, step: int, text: str) -> None:
+    def tell(self, step: int, text: str) -> None:
+        """Show what has happened after a step, unless there is a bar."""
         if self._in_lines:
             print_lines(f"step {step:,}/{self._total:,}  {text}")
 
@@ -361,11 +330,6 @@ class Log:
         if self.trackers:
             self.trackers.log(line)
 
-    def flush_trackers(self) -> None:
-        """Send the values of the current step to the trackers."""
-        if self.trackers:
-            self.trackers.flush()
-
     def sync(self) -> None:
         """Flush the file to disk, so that no checkpoint is ahead of its metrics."""
         if self.metrics:
@@ -386,10 +350,6 @@ class Log:
                 say(self.workers, "all lines of metrics.jsonl are written again")
             self.failure = None
 
-    def end_trackers(self, summary: Summary) -> dict[str, TrackerResult]:
-        """Send the summary to the trackers, and return where each one shows the run."""
-        return self.trackers.end(summary) if self.trackers else {}
-
     def close(self) -> None:
         """Close the trackers."""
         if self.trackers:
@@ -403,7 +363,12 @@ def open_log(run: Run, total: int) -> Log:
     if metrics and metrics.garbled:
         numbers = ", ".join(map(str, metrics.garbled[:8])) + (" …" if len(metrics.garbled) > 8 else "")
         say(run.workers, f"left out lines of metrics.jsonl that cannot be read: {numbers}", loud=True)
-    return Log(metrics, open_trackers(run), Progress(total, step, show=is_main), run.workers)
+    training, trackers = run.config.training, None
+    names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
+    if names and folder and is_main:
+        run_name = RunName(training.run_name or folder.path.resolve().name, training.project_name)
+        trackers = Trackers(folder, names, run_name, run.config, run.plan, run.workers)
+    return Log(metrics, trackers, Progress(total, step, show=is_main), run.workers)
 
 
 class LayerGradNorms:

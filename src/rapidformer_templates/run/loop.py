@@ -262,7 +262,7 @@ class Loop:
         with self.meter.paused():
             metrics = validation.evaluate()
         step = self._evaluated_step = self.run.position.step
-        self.log.progress.evaluated(step, metrics)
+        self.log.progress.tell(step, "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         self.log.record({"step": step, "epoch": self.epoch, **metrics})
         if self.best:
             self.best.update(metrics)
@@ -299,7 +299,8 @@ class Loop:
     def _after_step(self, done: int) -> None:
         """Compare the times of the workers, flush the trackers, and call ``on_epoch_end`` at the end of an epoch."""
         self.stragglers.step_done(done)
-        self.log.flush_trackers()
+        if self.log.trackers:
+            self.log.trackers.flush()
         if self.intervals.epoch_ends(done):
             self.run.notify("on_epoch_end", done // self.intervals.steps_per_epoch)
 

@@ -230,9 +230,7 @@ def summary(events: Sequence[FunctionEvent], steps: int) -> ProfileSummary:
     operators = _union(_interval(e) for e in host if e.name.startswith(("aten::", "c10d::")))
     parts = {name: [_interval(e) for e in host if e.name == name] for name in (DATA, EXCHANGE, TRAIN)}
     wall = _length(whole)
-    outside = {
-        name: _length(intervals) - _length(_intersection(operators, intervals)) for name, intervals in parts.items()
-    }
+    outside = {name: _length(times) - _length(_intersection(operators, times)) for name, times in parts.items()}
     in_operators = _length(_intersection(operators, whole))
     rest = wall - in_operators - sum(outside.values())
     result: ProfileSummary = {

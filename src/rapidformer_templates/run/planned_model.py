@@ -212,7 +212,14 @@ def planned_memory(template: Template, source: PlannedModel, where: str, plan: P
         ConfigError: the engine or a switch of the plan cannot run on tensors without data.
         ModelError: a hook or a switch needs values.
     """
-    _check_support(plan, where)
+    subject = hint = ""
+    if plan.engine.endswith(":DeepSpeedEngine"):
+        subject = "DeepSpeed's engine"
+        hint = "--use-distributed-optimizer and --fsdp-memory-optimization have own engines"
+    elif OFFLOADED in plan.switches:
+        subject, hint = OFFLOADED, "plan without it: the result is an upper bound of the memory of the device"
+    if subject:
+        raise ConfigError(f"{subject} needs values, so it cannot run on tensors without data", where=where, hint=hint)
     eager = (name for name in plan.switches if Resource.GRAPH not in REGISTRY[name].claims)
     plan = replace(plan, switches=tuple(eager))
     hint = "the planner runs a step on tensors that have shapes but no values: the optimizer may read none"
@@ -220,17 +227,6 @@ def planned_memory(template: Template, source: PlannedModel, where: str, plan: P
         result = engine_memory(template, plan, source)
     rest = result.peak - result.parameters - result.gradients - result.optimizer
     return Memory(result.parameters, result.gradients, result.optimizer, buffers=0, activations=rest)
-
-
-def _check_support(plan: Plan, where: str) -> None:
-    if plan.engine.endswith(":DeepSpeedEngine"):
-        subject = "DeepSpeed's engine"
-        hint = "--use-distributed-optimizer and --fsdp-memory-optimization have own engines"
-    elif OFFLOADED in plan.switches:
-        subject, hint = OFFLOADED, "plan without it: the result is an upper bound of the memory of the device"
-    else:
-        return
-    raise ConfigError(f"{subject} needs values, so it cannot run on tensors without data", where=where, hint=hint)
 
 
 def engine_memory(template: Template, plan: Plan, source: PlannedModel, blocks: int | None = None) -> EngineMemory:
@@ -267,16 +263,15 @@ def memory_of_rank(
         hooks.run_begins(run)
         run.data = Data(train=range(1), collate=lambda samples: source.batch(len(samples)))
         build_engine(run)
-        gradients: list[int] = []
-        run.engine.before_update.append(
-            lambda: gradients.append(bytes_by_kind(run.engine.local_tensors())["gradients"])
-        )
+        engine, gradients = run.engine, list[int]()
+        engine.before_update.append(lambda: gradients.append(bytes_by_kind(engine.local_tensors())["gradients"]))
         batch = source.batch(plan.sizes.micro_batch)
         kernels = nullcontext() if plan.device == "cpu" else gpu_kernels()
         with known_links(run.engine, lambda model: source.compute_loss(model, batch)), kernels:
             for count in _accumulation_of_steps(plan):
                 live.reset_peak()
-                microbatches = list(_microbatches(run, batch, count))
+                rows = list(range(plan.sizes.micro_batch))
+                microbatches = [MicroBatch(batch, rows, targets=1.0) for _ in range(count)]
                 run.engine.step(microbatches, float(count)).run(1.0)
         states = bytes_by_kind(run.engine.local_tensors())
     return EngineMemory(rank, live.peak, states["parameters"], gradients[-1], states["optimizer"])
@@ -290,13 +285,6 @@ def _accumulation_of_steps(plan: Plan) -> Sequence[int]:
     whole_rounds = sizes.accumulation % sizes.pipeline == 0
     first = sizes.pipeline if whole_rounds else sizes.accumulation
     return first, min(sizes.accumulation, ENOUGH_ROUNDS * sizes.pipeline) if whole_rounds else sizes.accumulation
-
-
-def _microbatches(run: Run, batch: Batch, count: int) -> Iterator[MicroBatch]:
-    for _ in range(count):
-        microbatch = MicroBatch(batch, list(range(run.plan.sizes.micro_batch)))
-        microbatch.targets = 1.0
-        yield microbatch
 
 
 def _with_source(template: Template, plan: Plan, source: PlannedModel, blocks: int | None) -> Template:

@@ -127,24 +127,18 @@ def predict_inputs(
     rank, world = (workers.rank, workers.world) if workers else (0, 1)
     own_records: dict[int, Record] = {}
     with evaluating(model), torch.no_grad():
-        for batch in batches_of(inputs, batch_size)[rank::world]:
+        # Rows of similar length share a batch. The batches depend only on the rows, not on the number of workers.
+        order = np.argsort(inputs.lengths, kind="stable").tolist()
+        for first in range(rank * batch_size, len(order), world * batch_size):
+            batch = order[first : first + batch_size]
             # Each batch has its own seed, so it does not matter which worker draws.
             torch.manual_seed(generation.seed + batch[0])
             batch_records = task.records(model, [inputs.rows[row] for row in batch], generation)
             own_records |= dict(zip(batch, batch_records, strict=True))
             advance(len(batch))
-    records = {
-        row: record
-        for share in (workers.gather(own_records) if workers else [own_records])
-        for row, record in share.items()
-    }
+    shares = workers.gather(own_records) if workers else [own_records]
+    records = {row: record for share in shares for row, record in share.items()}
     return [records[row] for row in range(len(records))]
-
-
-def batches_of(inputs: Inputs, batch_size: int) -> list[list[int]]:
-    """Group rows of similar length. The batches depend only on the rows, not on the number of workers."""
-    order = np.argsort(inputs.lengths, kind="stable").tolist()
-    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
 
 
 MIN_ROOM = 16
@@ -223,11 +217,8 @@ class Conversation:
                 self.messages = messages
                 return ids.to(next(self.model.parameters()).device), forgotten
             if len(messages) <= first + 1:
-                problem = (
-                    f"the message has {ids.shape[1]} tokens, and the model takes {self._positions}, "
-                    "including its answer"
-                )
-                raise DataError(problem, hint="shorten it")
+                takes = f"the model takes {self._positions}, including its answer"
+                raise DataError(f"the message has {ids.shape[1]} tokens, and {takes}", hint="shorten it")
             del messages[first : first + 2]
             forgotten += 2
 

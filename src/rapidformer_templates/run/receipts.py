@@ -33,18 +33,10 @@ def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
     return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
 
 
-INTERNAL = frozenset(
-    {
-        "trained_elements",
-        "updated_elements",
-        "gradient_elements",
-        "divided_elements",
-        "divided_over_experts",
-        "trained_over_experts",
-        "largest_parameter",
-        "chosen_shapes",
-    }
-)
+INTERNAL = {
+    "trained_elements", "updated_elements", "gradient_elements", "divided_elements", "divided_over_experts",
+    "trained_over_experts", "largest_parameter", "chosen_shapes",
+}  # fmt: skip
 """Values that switches check but the summary does not show."""
 
 BYTES_BY_RANK = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "bucket_bytes")
@@ -82,18 +74,6 @@ class Receipts:
             self._shapes |= {microbatch.shape for microbatch in microbatches}
             self._tokens[0] += sum(microbatch.tokens for microbatch in microbatches if not microbatch.idle)
             self._tokens[1] += sum(microbatch.padded_tokens for microbatch in microbatches)
-
-    def _padding(self) -> Measurements:
-        """Combine :meth:`count` of all ranks: ``batch_shapes`` as (rows, tokens), and ``fill`` with its two counts."""
-        workers = self.engine.workers
-        useful, padded = workers.sum(*self._tokens)
-        shapes = sorted(set().union(*workers.gather(self._shapes)))
-        return {
-            "batch_shapes": [list(shape) for shape in shapes],
-            "useful_tokens": int(useful),
-            "padded_tokens": int(padded),
-            "fill": round(useful / max(padded, 1), 6),
-        }
 
     @contextmanager
     def watch(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
@@ -174,10 +154,8 @@ class Receipts:
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes", "freed_memory"}
         always |= {"setup_peak_bytes"}
         values = {name: measure() for name, measure in measures.items() if name in self.requested | always}
-        of_switches = {
-            name: value for receipt in self._switch_receipts for name, value in receipt.after_step(engine).items()
-        }
-        values |= {name: value for name, value in of_switches.items() if name in self.requested}
+        for receipt in self._switch_receipts:
+            values |= {name: one for name, one in receipt.after_step(engine).items() if name in self.requested}
         return values | self._first_step | dict(self.engine.receipts)
 
     def _by_rank(self) -> list[Measurements]:
@@ -203,7 +181,12 @@ class Receipts:
         }
         losses, workers = engine.assembly.losses, engine.workers
         values = self.measured() | elements | (losses.receipts(workers) if losses else {})
-        return workers.gather(values | (self._padding() if "fill" in self.requested else {}))
+        if "fill" in self.requested:  # batches of all ranks: their (rows, tokens), and the counts of tokens
+            useful, padded = workers.sum(*self._tokens)
+            values["batch_shapes"] = [list(shape) for shape in sorted(set().union(*workers.gather(self._shapes)))]
+            values |= {"useful_tokens": int(useful), "padded_tokens": int(padded)}
+            values["fill"] = round(useful / max(padded, 1), 6)
+        return workers.gather(values)
 
     def check(self) -> None:
         """Check after the first step that each active switch has acted. Call it on every rank.

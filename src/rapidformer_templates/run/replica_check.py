@@ -11,7 +11,6 @@ import hashlib
 import json
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,19 +29,12 @@ CHUNK = 2**22
 """Elements of a tensor that are copied at a time if its memory cannot be read in words."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Values that must be equal on all workers that have them.
+Part = tuple[str, str, torch.Tensor]
+"""Values that must be equal on all workers that have them: (what they are, for messages; key; values).
 
-    Attributes:
-        name: what they are, for messages.
-        key: identifies them on all workers, with their position in the whole tensor.
-        values: the values of this worker. They are valid until the next part is taken.
-    """
-
-    name: str
-    key: str
-    values: torch.Tensor
+The key identifies them on all workers, with their position in the whole tensor. The values are valid until the next
+part is taken.
+"""
 
 
 class ReplicaCheck:
@@ -70,11 +62,11 @@ class ReplicaCheck:
         """
         names: dict[int, str] = {}
         sums: dict[torch.device, dict[int, torch.Tensor]] = {}
-        for part in self._parts():
-            key = _number_of(part.key)
+        for name, text, values in self._parts():
+            key = _number_of(text)
             if key not in self._unique:
-                names[key] = part.name
-                sums.setdefault(part.values.device, {})[key] = checksum(part.values)
+                names[key] = name
+                sums.setdefault(values.device, {})[key] = checksum(values)
         workers = self.run.workers
         keys_here = np.array([key for of_device in sums.values() for key in of_device], dtype=np.int64)
         values_here = [torch.stack(list(of_device.values())).cpu().numpy() for of_device in sums.values()]
@@ -82,8 +74,8 @@ class ReplicaCheck:
         keys = np.concatenate([keys for keys, _ in by_rank])
         distinct, first, numbers, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
         self._unique |= set(distinct[counts == 1].tolist()) & names.keys()
-        values = np.concatenate([values for _, values in by_rank])
-        differing = np.unique(keys[values != values[first][numbers]])
+        all_values = np.concatenate([values for _, values in by_rank])
+        differing = np.unique(keys[all_values != all_values[first][numbers]])
         if not differing.size:
             return
         names_of_all: dict[int, str] = {}
@@ -94,7 +86,7 @@ class ReplicaCheck:
         # The order of the first worker that has them: weights, then the optimizer state, as the model defines them.
         in_order = sorted(differing.tolist(), key=lambda key: int(np.argmax(keys == key)))
         groups: dict[int, list[int]] = {}  # the ranks that agree about the first difference, by their value
-        for rank, value in zip(ranks[keys == in_order[0]], values[keys == in_order[0]], strict=True):
+        for rank, value in zip(ranks[keys == in_order[0]], all_values[keys == in_order[0]], strict=True):
             groups.setdefault(int(value), []).append(int(rank))
         raise _error([names_of_all[key] for key in in_order], [*groups.values()], self.run.position.step, hosts)
 
@@ -119,12 +111,12 @@ class ReplicaCheck:
             yield from _parts_of(shard, f"{key} of {name} in the optimizer")
         counts = [position.step, position.samples, position.tokens]
         for name, value in (("the counters of the run", counts), ("the state of the engine", engine.state())):
-            yield Part(name, name, torch.tensor(_number_of(json.dumps(value, sort_keys=True))))
+            yield name, name, torch.tensor(_number_of(json.dumps(value, sort_keys=True)))
         # The workers of a tensor or context group draw the same random numbers.
-        yield Part("torch's random state", f"random state {workers.stream}", torch.get_rng_state())
+        yield "torch's random state", f"random state {workers.stream}", torch.get_rng_state()
         if accelerator.is_asynchronous(workers.device):
             state = accelerator.random_state(workers.device)
-            yield Part("the device's random state", f"random state of the device {workers.stream}", state)
+            yield "the device's random state", f"random state of the device {workers.stream}", state
 
 
 def replica_check_of(run: Run) -> ReplicaCheck | None:
@@ -136,8 +128,7 @@ def _parts_of(shard: Shard, name: str) -> Iterator[Part]:
     """Yield the values of a shard, unless there are none. A quantized weight has codes and scales."""
     for suffix, values in plain_tensors(shard.values):
         if values.numel():
-            key = f"{name}{suffix} {shard.index} {tuple(values.shape)} {values.dtype}"
-            yield Part(name, key, values)
+            yield name, f"{name}{suffix} {shard.index} {tuple(values.shape)} {values.dtype}", values
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:

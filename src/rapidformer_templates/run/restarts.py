@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.config import RunConfig
@@ -34,23 +33,18 @@ Flags = Mapping[str, object]
 """Values of flags that replace those of the command."""
 
 
-@dataclass(frozen=True)
-class WorkerNumbers:
+class WorkerNumbers(NamedTuple):
     """The numbers of workers between ``--min-workers`` and the current one.
 
     Attributes:
         possible: those that the flags allow, in ascending order.
         refused: for each other one, the reason.
+        note: one line about the numbers with which the run can continue.
     """
 
     possible: Sequence[int]
     refused: Mapping[int, str]
-
-    @property
-    def note(self) -> str:
-        """One line about the numbers with which the run can continue."""
-        reasons = "".join(f"; not with {count}: {why}" for count, why in self.refused.items())
-        return f"note       --min-workers: the run can continue with {_listed(self.possible)}{reasons}"
+    note: str
 
 
 def worker_numbers(template: Template) -> WorkerNumbers | None:
@@ -75,7 +69,9 @@ def worker_numbers(template: Template) -> WorkerNumbers | None:
             where=where,
             hint=f"numbers that work with these flags: {_listed(works)}",
         )
-    return WorkerNumbers(possible, refused)
+    reasons = "".join(f"; not with {count}: {why}" for count, why in refused.items())
+    note = f"note       --min-workers: the run can continue with {_listed(possible)}{reasons}"
+    return WorkerNumbers(possible, refused, note)
 
 
 def _refusals(template: Template) -> dict[int, str | None]:
@@ -135,12 +131,10 @@ def run_with_restarts(template: Template, attempt: Callable[[int, Flags], T]) ->
             flags = _restart_flags(template, count, started)
             start = f"continues from {newest.name}" if newest and flags.get("resume") else "begins at step 0"
             pause = min(2 ** (restarts - 1), LONGEST_PAUSE)
-            print_lines(
-                f"{error.render()}\nrestart    {restarts} of {limit} in {pause} s with {_listed([count])}, {start}"
-            )
-            with interruptible(
-                "stopped before a restart", "--resume continues the run" if newest else "start it again"
-            ):
+            how = f"{restarts} of {limit} in {pause} s with {_listed([count])}, {start}"
+            print_lines(f"{error.render()}\nrestart    {how}")
+            hint = "--resume continues the run" if newest else "start it again"
+            with interruptible("stopped before a restart", hint):
                 time.sleep(pause)
 
 

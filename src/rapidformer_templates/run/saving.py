@@ -69,7 +69,7 @@ class Checkpoints:
         with self.meter.paused():
             self.log.sync()
             if self._saver:
-                self._complete(self._saver.wait, is_last=False)
+                self._complete(self._saver.wait)
             self.run.position.callbacks = states_of(self.run.callbacks)
             # Storage that has failed for so long is only tried once, except at the end.
             self._complete(partial(self._write, retries=is_last or not self.has_failed), is_last=is_last)
@@ -92,7 +92,7 @@ class Checkpoints:
     def proceed(self) -> None:
         """Continue a save in the background, once no rank is writing."""
         if self._saver and self._saver.pending:
-            self._complete(self._saver.proceed, is_last=False)
+            self._complete(self._saver.proceed)
 
     def wait(self, *, is_last: bool) -> None:
         """Wait until a save in the background is complete.
@@ -109,7 +109,7 @@ class Checkpoints:
         if self._saver:
             self._saver.close()
 
-    def _complete(self, save: Callable[[], Path | None], *, is_last: bool) -> None:
+    def _complete(self, save: Callable[[], Path | None], *, is_last: bool = False) -> None:
         """Announce the checkpoint if ``save`` returns one. Continue without it if the storage has failed.
 
         The best step then is the one before, because the weights of this one are lost with the next update.
@@ -130,7 +130,7 @@ class Checkpoints:
             if self.log.failure:
                 self.log.sync()
             step = checkpoint.step_of(path)
-            self.log.progress.saved(step, path)
+            self.log.progress.tell(step, f"saved {path}")
             self.run.notify("on_checkpoint", step, path)
 
 
@@ -239,10 +239,8 @@ def show_changes(folder: RunFolder, values: Mapping[str, Mapping[str, object]], 
     if not workers.is_main or not folder.plan.exists():
         return
     try:
-        before = {
-            name: entry["value"]
-            for name, entry in json.loads(folder.plan.read_text(encoding="utf-8"))["values"].items()
-        }
+        saved = json.loads(folder.plan.read_text(encoding="utf-8"))["values"]
+        before = {name: entry["value"] for name, entry in saved.items()}
     except JSON_ERRORS as error:
         say(workers, f"{folder.plan} cannot be read ({error}): what has changed is unknown", loud=True)
         return
@@ -301,19 +299,14 @@ def _best_of_this_run(saved: Position, path: Path, folder: RunFolder | None, wor
         return None
     if path.parent.resolve() != folder.checkpoints.resolve():
         so_far = f"step {best['step']}, {best['metric']} {best['value']:.6g}"
-        say(
-            workers,
-            f"the best evaluation so far ({so_far}) belongs to {path.parent.parent}: this run looks for its own",
-        )
+        source = f"belongs to {path.parent.parent}: this run looks for its own"
+        say(workers, f"the best evaluation so far ({so_far}) {source}")
         return None
     checkpoint = folder_of(folder.checkpoints, best["step"])
     problem = workers.broadcast(problem_of(checkpoint, contents=False) if workers.is_main else None)
     if problem:
-        say(
-            workers,
-            f"the best checkpoint is lost ({checkpoint.name}: {problem}): the next evaluation counts as best",
-            loud=True,
-        )
+        lost = f"the best checkpoint is lost ({checkpoint.name}: {problem})"
+        say(workers, f"{lost}: the next evaluation counts as best", loud=True)
         return None
     return best
 
@@ -345,15 +338,14 @@ def _check_data(saved: Position, fresh: Position, path: Path, run: Run) -> None:
 
 def _fingerprint(run: Run) -> Fingerprint:
     """Return the fingerprint of the training samples, which is the same in every layout."""
-
-    def read() -> Fingerprint:
+    found: Fingerprint = {}
+    if run.workers.is_main:
         checksums, batch = first_samples(run.data, run.config.training.seed)
         ids, text = field_of(batch, "input_ids"), ""
         if run.task and ids is not None:
             text = str(run.task.tokenizer.decode(ids.flatten().tolist()[:KEPT]))[:KEPT]
-        return {"some": checksums, "all": contents(run.data.train), "text": text} if checksums else {}
-
-    return run.workers.broadcast(read() if run.workers.is_main else {})
+        found = {"some": checksums, "all": contents(run.data.train), "text": text} if checksums else {}
+    return run.workers.broadcast(found)
 
 
 def _check_optimizer(reader: Reader, engine: Engine) -> None:
@@ -377,8 +369,6 @@ def check_base(reader: Reader, identity: str | None) -> None:
     elif base:
         what, hint = "it holds adapters, and this model has none", "train with the same --lora-rank"
     else:
-        what, hint = (
-            "it holds a whole model, and this run trains adapters",
-            "export it, and train adapters of that folder",
-        )
+        what = "it holds a whole model, and this run trains adapters"
+        hint = "export it, and train adapters of that folder"
     raise CheckpointError(what, where=str(reader.folder), hint=hint)

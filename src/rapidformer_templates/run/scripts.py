@@ -78,15 +78,6 @@ def _library_base(template: type) -> type:
     raise TypeError(f"{template.__name__} is not a template")
 
 
-def _own_classes(template: type) -> list[type]:
-    """Return the classes of a script: subclasses of a template, and mixins that define a hook."""
-    base, hooks = _library_base(template), hooks_of(template)
-    package = base.__module__.rpartition(".")[0]
-    of_library = {f"{package}.{name}" for name in ("trainer", "pretrainer", "finetuner")}
-    others = [kind for kind in template.__mro__ if kind is not object and kind.__module__ not in of_library]
-    return [kind for kind in others if issubclass(kind, base) or any(name in vars(kind) for name in hooks)]
-
-
 def check_names(template: type) -> None:
     """Raise an error for a method whose name is almost a hook, because nothing would ever call it.
 
@@ -95,8 +86,12 @@ def check_names(template: type) -> None:
     Raises:
         ConfigError: names the method and the hook.
     """
-    hooks, library_names = hooks_of(template), set(dir(_library_base(template)))
-    own_classes = _own_classes(template)
+    base, hooks = _library_base(template), hooks_of(template)
+    package, library_names = base.__module__.rpartition(".")[0], set(dir(base))
+    of_library = {f"{package}.{name}" for name in ("trainer", "pretrainer", "finetuner")}
+    others = [kind for kind in template.__mro__ if kind is not object and kind.__module__ not in of_library]
+    # Subclasses of a template, and mixins that define a hook.
+    own_classes = [kind for kind in others if issubclass(kind, base) or any(name in vars(kind) for name in hooks)]
     defined = {name for kind in own_classes for name in vars(kind)}
     for kind in own_classes:
         for name, value in vars(kind).items():
@@ -106,7 +101,8 @@ def check_names(template: type) -> None:
                     where=_file_and_line(kind, value),
                     hint="did you mean read_outputs(self, outputs, batch)?",
                 )
-            if name.startswith("_") or name in library_names or not (callable(value) or isinstance(value, _WRAPPED)):
+            is_method = callable(value) or isinstance(value, staticmethod | classmethod | property)
+            if name.startswith("_") or name in library_names or not is_method:
                 continue
             hook_name = _closest_hook(name, [*hooks, "Flags"], defined)
             if hook_name:
@@ -115,9 +111,6 @@ def check_names(template: type) -> None:
                     where=_file_and_line(kind, value),
                     hint=f"did you mean {hook_name}? your own methods may begin with an underscore: _{name}",
                 )
-
-
-_WRAPPED = (staticmethod, classmethod, property)
 
 
 def _closest_hook(name: str, hooks: list[str], defined: set[str]) -> str | None:
@@ -329,20 +322,6 @@ class Outcome(TypedDict, total=False):
     interrupted: bool
 
 
-class Call(TypedDict):
-    """The call of ``fit`` that workers are started for.
-
-    Attributes:
-        template: name of the class whose ``fit`` was called.
-        flags: values of its flags, which the workers must use.
-        outcomes: results of the earlier calls.
-    """
-
-    template: str
-    flags: Mapping[str, object]
-    outcomes: list[Outcome]
-
-
 _outcomes: list[Outcome] = []
 """Results of this process's calls, in order."""
 
@@ -371,14 +350,15 @@ def train_in_new_workers(
     """Start workers for this call, wait for them, and return the summary of rank 0.
 
     Args:
-        template, flags: see :class:`Call`.
+        template: name of the class whose ``fit`` was called.
+        flags: values of its flags, which the workers must use.
         count, port, variables, resumes: see :func:`launch.run_workers`.
 
     Raises:
         WorkerFailed: the workers ended without an error, but have not trained.
     """
     with private_folder() as folder:
-        call = Call(template=template, flags=flags, outcomes=_outcomes)
+        call = {"template": template, "flags": flags, "outcomes": _outcomes}
         write_private(folder / "call.json", json.dumps(call).encode())
         launch.run_workers(launch.program_command(), count, port, {**(variables or {}), CALL: str(folder)}, resumes)
         result = folder / "summary.json"
@@ -400,7 +380,7 @@ def train_in_this_worker(
     """Run a call in a worker. The call for which the worker was started is its last, whether or not it fails.
 
     Args:
-        template, flags: see :class:`Call`.
+        template, flags: see :func:`train_in_new_workers`.
         override_flags: takes values of the first process that differ here, such as a folder name with the time.
         train: runs the training.
 
@@ -410,10 +390,10 @@ def train_in_this_worker(
     if CALL not in os.environ:  # torchrun, not fit(), has started this worker
         return launch.report_errors(train)
     folder = Path(os.environ[CALL])
-    call: Call = json.loads((folder / "call.json").read_text(encoding="utf-8"))
+    call = json.loads((folder / "call.json").read_text(encoding="utf-8"))
     number = len(_outcomes)
     if number < len(call["outcomes"]):
-        outcome = call["outcomes"][number]
+        outcome: Outcome = call["outcomes"][number]
         _outcomes.append(outcome)
         if "error" in outcome:
             if outcome["interrupted"]:

@@ -203,10 +203,8 @@ def best_metric(run: Run) -> BestMetric | None:
     if not training.keeps_best:
         return None
     if not sets:
-        requesting = next(
-            (flag for flag in ("metric_for_best", "early_stopping_patience", "keep_best") if flag in config.origins),
-            None,
-        )
+        flags = ("metric_for_best", "early_stopping_patience", "keep_best")
+        requesting = next((flag for flag in flags if flag in config.origins), None)
         if requesting is None:
             return None
         raise ConfigError(
@@ -272,9 +270,7 @@ class BestStep:
         evaluations, best = self.run.position.evaluations_since_best, self.run.position.best
         if self.patience is None or evaluations < self.patience:
             return None
-        than = (
-            f"a better {best['metric']} than {best['value']:.6g} (the best step is {best['step']})"
-            if best
-            else "a finite metric"
-        )
+        than = "a finite metric"
+        if best:
+            than = f"a better {best['metric']} than {best['value']:.6g} (the best step is {best['step']})"
         return f"{evaluations} evaluations without {than}"

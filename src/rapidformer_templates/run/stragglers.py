@@ -11,7 +11,7 @@ import socket
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from rapidformer_templates.run import watch
 from rapidformer_templates.run.performance import WARMUP
@@ -66,24 +66,12 @@ class Straggler(NamedTuple):
         return round(self.busy_ms / max(self.peers_ms, 1e-6), 2)
 
 
-class StragglerSummary(TypedDict):
-    """A straggler in ``summary.json``. The times belong to the last report.
+StragglerSummary = dict[str, Any]
+"""A straggler in ``summary.json``: its ``rank``, ``host``, slowest ``phase`` and highest ``slowdown``.
 
-    Attributes:
-        reports: number of periods in which it was slow.
-        first_step, last_step: the first and last step of these periods.
-        slowdown: its highest slowdown.
-    """
-
-    rank: int
-    host: str
-    phase: str
-    slowdown: float
-    step_ms: float
-    peers_ms: float
-    first_step: int
-    last_step: int
-    reports: int
+``reports`` is the number of periods in which it was slow, ``first_step`` and ``last_step`` are their first and last
+step. The times ``step_ms`` and ``peers_ms`` belong to the last report.
+"""
 
 
 def find_stragglers(times: Sequence[PhaseTimes], stages: Sequence[int], factor: float) -> Iterator[Straggler]:
@@ -145,34 +133,30 @@ class StragglerCheck:
         per_stage = self.workers.world // self.workers.pipeline
         stages = [rank // per_stage for rank in range(self.workers.world)]
         stragglers = list(find_stragglers(times, stages, self.factor))
-        if stragglers:
-            hosts = self.workers.gather(socket.gethostname())
-            for straggler in stragglers:
-                self._announce(straggler, hosts[straggler.rank], step)
-
-    def _announce(self, straggler: Straggler, host: str, step: int) -> None:
-        first = step - PERIOD + 1
-        say(
-            self.workers,
-            f"steps {first:,} to {step:,}: worker {straggler.rank} on {host} is slow: {straggler.busy_ms:,.1f} ms per "
-            f"step without the exchanges, its peers {straggler.peers_ms:,.1f} ms; it loses most in {straggler.phase}: "
-            f"{straggler.phase_ms:,.1f} ms, its peers {straggler.phase_peers_ms:,.1f} ms",
-            loud=True,
-        )
-        before = self._found.get(straggler.rank)
-        self._found[straggler.rank] = {
-            "rank": straggler.rank,
-            "host": host,
-            "phase": straggler.phase,
-            "slowdown": max(straggler.slowdown, before["slowdown"] if before else 0.0),
-            "step_ms": round(straggler.busy_ms, 3),
-            "peers_ms": round(straggler.peers_ms, 3),
-            "first_step": before["first_step"] if before else first,
-            "last_step": step,
-            "reports": before["reports"] + 1 if before else 1,
-        }
-        if straggler.slowdown > self._unlogged.get("straggler_slowdown", 0.0):
-            self._unlogged = {"straggler": straggler.rank, "straggler_slowdown": straggler.slowdown}
+        hosts = self.workers.gather(socket.gethostname()) if stragglers else []
+        for one in stragglers:
+            first, host = step - PERIOD + 1, hosts[one.rank]
+            say(
+                self.workers,
+                f"steps {first:,} to {step:,}: worker {one.rank} on {host} is slow: {one.busy_ms:,.1f} ms per step "
+                f"without the exchanges, its peers {one.peers_ms:,.1f} ms; it loses most in {one.phase}: "
+                f"{one.phase_ms:,.1f} ms, its peers {one.phase_peers_ms:,.1f} ms",
+                loud=True,
+            )
+            before = self._found.get(one.rank, {"slowdown": 0.0, "first_step": first, "reports": 0})
+            self._found[one.rank] = {
+                "rank": one.rank,
+                "host": host,
+                "phase": one.phase,
+                "slowdown": max(one.slowdown, before["slowdown"]),
+                "step_ms": round(one.busy_ms, 3),
+                "peers_ms": round(one.peers_ms, 3),
+                "first_step": before["first_step"],
+                "last_step": step,
+                "reports": before["reports"] + 1,
+            }
+            if one.slowdown > self._unlogged.get("straggler_slowdown", 0.0):
+                self._unlogged = {"straggler": one.rank, "straggler_slowdown": one.slowdown}
 
     def logged_values(self) -> dict[str, float]:
         """Return the rank and the slowdown of the slowest worker since the last call, if one was reported."""

@@ -153,11 +153,8 @@ class _Watcher:
                 if self._store is not None and activity.is_overdue:
                     self._judge(self._store)
                 elif activity.is_overdue and not is_reported:
-                    print(
-                        f"no progress for {self._seconds_in_phase:.0f} s: {activity.describe()}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    line = f"no progress for {self._seconds_in_phase:.0f} s: {activity.describe()}"
+                    print(line, file=sys.stderr, flush=True)
                 is_reported = activity.is_overdue
 
     @property
@@ -199,7 +196,12 @@ class _Watcher:
         if self.ended.is_set() or not own.is_overdue or not (silent or stuck):
             return
         seconds = self._seconds_in_phase
-        self._write_stacks()
+        if self._stacks is None:
+            faulthandler.dump_traceback()
+        else:
+            self._stacks.mkdir(parents=True, exist_ok=True)
+            with (self._stacks / f"rank-{self._workers.rank}.txt").open("w") as file:
+                faulthandler.dump_traceback(file)
         time.sleep(2 * self._pause)  # let the others write theirs: they end when this worker ends
         report_error(self._error(after, silent, seconds))
 
@@ -247,14 +249,6 @@ class _Watcher:
             where=f"the others: {'; '.join(others[:4])}" if others else None,
             hint=f"{stacks}{self._resume_hint()}; --worker-timeout (now {self._timeout:g} s) allows longer pauses",
         )
-
-    def _write_stacks(self) -> None:
-        if self._stacks is None:
-            faulthandler.dump_traceback()
-            return
-        self._stacks.mkdir(parents=True, exist_ok=True)
-        with (self._stacks / f"rank-{self._workers.rank}.txt").open("w") as file:
-            faulthandler.dump_traceback(file)
 
 
 def _existing(store: Store, keys: list[str]) -> list[str]:

@@ -78,9 +78,8 @@ def find_columns(part: DataPart, flags: DataFlags) -> Columns:
     columns = set(part.table.column_names)
     for prompt, usual in PROMPTS.items():
         named = flags.text_column == prompt
-        is_text_alone = (
-            flags.text_column is None and prompt in columns and (flags.label_column or not columns & set(CHAT_COLUMNS))
-        )
+        is_free = flags.label_column or not columns & set(CHAT_COLUMNS)
+        is_text_alone = flags.text_column is None and prompt in columns and is_free
         if (named or is_text_alone) and (flags.label_column or columns.intersection(usual)):
             return prompt_and_answer_columns(part, prompt, part.column("label_column", flags.label_column, usual))
     if flags.label_column:
@@ -248,10 +247,8 @@ def read_completion(prompt: object, completion: object) -> Example:
             raise DataError("the completion is empty")
         return Completion(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        prompt_messages = read_messages(prompt, "prompt") if prompt else []
-        return ChatExample(
-            [*prompt_messages, *read_messages(completion, "completion")], prompt_length=len(prompt_messages)
-        )
+        asked = read_messages(prompt, "prompt") if prompt else []
+        return ChatExample([*asked, *read_messages(completion, "completion")], prompt_length=len(asked))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, (str, list)):
             raise DataError(f"the {name} is {kind_of_value(value)}", hint="write a text or a list of messages")

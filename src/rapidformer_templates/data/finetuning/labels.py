@@ -174,15 +174,6 @@ def _single_label_reader(part: DataPart, column: str) -> Callable[[object], str]
     return partial(single_label, declared=declared_names(part, column), column=column)
 
 
-def measures(part: DataPart, column: str) -> list[float]:
-    """Return the number of each row.
-
-    Raises:
-        DataError: a number is missing, or is not finite.
-    """
-    return part.read([column], partial(measure, column=column))
-
-
 def label_set_names(parts: Sequence[DataPart], column: str) -> list[str]:
     """Return all labels that occur in lists of labels, in order."""
     declared = declared_names(parts[0], column)
@@ -266,9 +257,8 @@ def in_order_of_head(
         return list(names), None
     head_names, data_names = ", ".join(head_labels), ", ".join(names)
     if len(head_labels) != len(names):
-        return list(
-            names
-        ), f"the head is new: the model's own is for the labels {head_names}, and the data has {data_names}"
+        note = f"the head is new: the model's own is for the labels {head_names}, and the data has {data_names}"
+        return list(names), note
     if head_labels == [f"LABEL_{i}" for i in range(len(head_labels))]:
         return list(names), f"the model does not name its labels, so its outputs mean {data_names}, in this order"
     raise DataError(

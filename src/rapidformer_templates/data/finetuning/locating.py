@@ -168,10 +168,8 @@ def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, li
     """Return the files of each part, by the rules in the module docstring."""
     files = sorted(p for p in folder.iterdir() if p.is_file() and data_suffix(p) in ROW_READERS)
     if name and (training_file := folder / name) in files:
-        return {
-            "train": [training_file],
-            **(_neighbouring_parts(training_file, files, read) if "valid" in read else {}),
-        }
+        others = _neighbouring_parts(training_file, files, read) if "valid" in read else {}
+        return {"train": [training_file], **others}
     parts = _parts_by_name(name, files)
     if "train" not in parts:
         training = [p for p in files if name in (p.name, data_stem(p))] if name else ([] if parts else files)
@@ -180,11 +178,10 @@ def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, li
     for part in parts.keys() & set(read):
         _check_one(parts[part], folder)
     if not parts and name is None:
-        inner_folders = sorted(inner for inner in folder.iterdir() if inner.name in PART_NAMES)
-        files_of_folders = {
-            inner.name: sorted(p for p in inner.glob("*") if data_suffix(p) in ROW_READERS) for inner in inner_folders
-        }
-        parts = _by_part({part: files for part, files in files_of_folders.items() if files}, read, folder)
+        by_folder: dict[str, list[Path]] = {}
+        for inner in sorted(inner for inner in folder.iterdir() if inner.name in PART_NAMES):
+            by_folder[inner.name] = sorted(p for p in inner.glob("*") if data_suffix(p) in ROW_READERS)
+        parts = _by_part({part: files for part, files in by_folder.items() if files}, read, folder)
     if not parts:
         parts = _by_part(_parts_in_readme(folder, name), read, folder)
     if not parts and name is None and (folder / "data").is_dir():
@@ -258,9 +255,8 @@ def _parts_in_readme(folder: Path, name: str | None) -> dict[str, list[Path]]:
     try:
         head = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8"), re.DOTALL) if readme.is_file() else None
         configs = (yaml.safe_load(head[1]) or {}).get("configs", []) if head else []
-        chosen = next(
-            c for c in configs if c["config_name"] == (name or "default") or (name is None and c.get("default"))
-        )
+        usual = name or "default"
+        chosen = next(c for c in configs if c["config_name"] == usual or (name is None and c.get("default")))
         files = chosen["data_files"]
         listed = files if isinstance(files, list) else [{"split": "train", "path": files}]
         entries = [e if isinstance(e, dict) else {"split": "train", "path": e} for e in listed]

@@ -33,12 +33,8 @@ GOOD = {"true": True, "1": True, "false": False, "0": False}
 """Labels of answers. Files such as csv hold them as text."""
 
 
-@dataclass(frozen=True)
-class LabelledAnswer:
-    """An answer, and whether it is good."""
-
-    example: Example
-    is_good: bool
+LabelledAnswer = tuple[Example, bool]
+"""An answer, and whether it is good."""
 
 
 def pairs_of(part: DataPart, prompt: str | None, reader: ChatReader) -> list[tuple[Example, Example]]:
@@ -72,9 +68,7 @@ def labelled_answers_of(part: DataPart, prompt: str | None, reader: ChatReader) 
     """
     if has_pairs(part):
         pairs = pairs_of(part, prompt, reader)
-        return [LabelledAnswer(chosen, True) for chosen, _ in pairs] + [
-            LabelledAnswer(rejected, False) for _, rejected in pairs
-        ]
+        return [(chosen, True) for chosen, _ in pairs] + [(rejected, False) for _, rejected in pairs]
     prompt = prompt or part.column("text_column", None, (PROMPT,))
     names = [prompt, *(_column(part, name) for name in ("completion", "label"))]
 
@@ -84,7 +78,7 @@ def labelled_answers_of(part: DataPart, prompt: str | None, reader: ChatReader) 
         if is_good is None:
             hint = "write true for an answer that is wanted, and false for others"
             raise DataError(f"the label is {label!r}", hint=hint)
-        return LabelledAnswer(read_completion(prompt_text, completion), is_good)
+        return read_completion(prompt_text, completion), is_good
 
     return reader.read(part, zip(*(part.table[name][:] for name in names), strict=True), read_answer)
 
@@ -153,7 +147,8 @@ def labelled_samples(name: str, answers: Sequence[LabelledAnswer], reader: ChatR
     Raises:
         DataError: no sample has a token of both answers within the length.
     """
-    prompts = [json.dumps(answer.example.prompt) for answer in answers]
+    all_examples = [example for example, _ in answers]
+    prompts = [json.dumps(example.prompt) for example in all_examples]
     if len(set(prompts)) == 1:
         reader.notes.append(f"{name}: all answers are to one prompt, so KTO measures drift on other answers to it")
     others: list[int] = []
@@ -164,10 +159,10 @@ def labelled_samples(name: str, answers: Sequence[LabelledAnswer], reader: ChatR
         # The search wraps around at the start of the data set. If all prompts are equal, it is the previous sample.
         earlier = range(i - 1, i - len(prompts), -1)
         others.append(next((other for other in earlier if prompts[other] != prompt), i - 1))
-    swapped = [_swapped(answers[i].example, answers[other].example) for i, other in enumerate(others)]
-    matched, mismatched = (_encoded(examples, reader) for examples in ([a.example for a in answers], swapped))
+    swapped = [_swapped(all_examples[i], all_examples[other]) for i, other in enumerate(others)]
+    matched, mismatched = (_encoded(examples, reader) for examples in (all_examples, swapped))
     usable = _usable(name, matched, mismatched, reader)
-    good: dict[str, Ragged | list[bool]] = {"is_good": [bool(answers[i].is_good) for i in usable]}
+    good: dict[str, Ragged | list[bool]] = {"is_good": [answers[i][1] for i in usable]}
     return PreferenceSamples(_fields("", matched, usable) | _fields("kl_", mismatched, usable) | good)
 
 
@@ -197,10 +192,8 @@ def _usable(name: str, first: Sequence[EncodedChat], second: Sequence[EncodedCha
         message = f"no token of an answer is within the first {reader.seq_length} tokens of any of the {total} samples"
         raise DataError(message, where="--seq-length", hint="use a greater --seq-length, or shorter prompts")
     if len(usable) < total:
-        reader.notes.append(
-            f"{name}: {total - len(usable):,} of {total:,} samples are not used: an answer has no token within "
-            f"{reader.seq_length} tokens"
-        )
+        why = f"an answer has no token within {reader.seq_length} tokens"
+        reader.notes.append(f"{name}: {total - len(usable):,} of {total:,} samples are not used: {why}")
     return usable
 
 

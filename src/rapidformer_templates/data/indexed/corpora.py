@@ -184,10 +184,9 @@ def _tokenized(entry: CorpusEntry, config: RunConfig, tokenizer: PreTrainedToken
             hint = "check the folder and its rights, or choose another one with --data-cache-dir"
             raise DataError(f"the corpus cannot be tokenized: {error}", where=str(root), hint=hint) from error
         seconds, megabytes = time.perf_counter() - began, sum(size for _, size, _ in stats) / 1e6
-        faster = "; rapidformer data preprocess does it with all cores" if seconds > 30 else ""
-        notes.append(
-            f"{megabytes:,.1f} MB of raw text were tokenized in {seconds:.0f} s, and are kept in {folder}{faster}"
-        )
+        kept = f"are kept in {folder}"
+        kept += "; rapidformer data preprocess does it with all cores" if seconds > 30 else ""
+        notes.append(f"{megabytes:,.1f} MB of raw text were tokenized in {seconds:.0f} s, and {kept}")
     try:
         dataset = IndexedDataset(folder / f"{NAME}_{column}_document", config.data.data_impl)
     except DataError as error:

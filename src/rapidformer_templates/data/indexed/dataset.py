@@ -34,16 +34,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-TYPES: dict[int, np.dtype] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.int8),
-    3: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    5: np.dtype(np.int64),
-    6: np.dtype(np.float64),
-    7: np.dtype(np.float32),
-    8: np.dtype(np.uint16),
-}
+TYPES = dict(enumerate(map(np.dtype, ("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2")), start=1))
 """Maps the code in the header to the dtype of the tokens."""
 
 CHUNK = 1 << 22
@@ -191,12 +182,8 @@ class IndexedDataset:
             _refuse(wrong, first, "does not begin where the previous one ends", "sequence", idx)
             end = int(ends[-1])
         if size != end:
-            what = (
-                f"is truncated: {size:,} bytes of {end:,}"
-                if size < end
-                else f"is too long: {size:,} bytes, not {end:,}"
-            )
-            raise DataError(f"the file of tokens {what}", where=str(bin_path(self.prefix)), hint=_ANEW)
+            what = f"truncated: {size:,} bytes of {end:,}" if size < end else f"too long: {size:,} bytes, not {end:,}"
+            raise DataError(f"the file of tokens is {what}", where=str(bin_path(self.prefix)), hint=_ANEW)
 
     def _open_tokens(self) -> _Tokens:
         path = bin_path(self.prefix)

@@ -56,10 +56,6 @@ class MaskTokens:
             raise DataError(
                 "the tokenizer has no mask token", where="--task", hint="use the tokenizer of a masked language model"
             )
-        if not 0 <= probability <= 1:
-            raise DataError(
-                f"a share of {probability:g} cannot be masked", where="--mask-prob", hint="choose a share from 0 to 1"
-            )
         self.probability = probability
         self.at_least_one = at_least_one
         self.mask_id = tokenizer.mask_token_id

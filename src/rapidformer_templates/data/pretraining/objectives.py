@@ -336,12 +336,9 @@ class ByDocuments(Objective):
         super().check()
         words = self.options.data_path or ()
         if any(entry.weight is not None for entry in parse_data_path(words)):
+            message = "dynamic shapes cannot be combined with a weighted blend"
             hint = "leave the weights out: each corpus then has the share that its size gives it"
-            raise DataError(
-                "dynamic shapes cannot be combined with a weighted blend",
-                where=f"--data-path {' '.join(words)}",
-                hint=hint,
-            )
+            raise DataError(message, where=f"--data-path {' '.join(words)}", hint=hint)
 
     @property
     def short_probability(self) -> float:

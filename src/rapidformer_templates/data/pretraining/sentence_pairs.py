@@ -104,9 +104,8 @@ class SentencePairs:
         """First sentence, the one after the last, and target length of each chunk: int64, shape (chunks, 3)."""
 
         def make() -> Tables:
-            return {
-                "chunks": build_chunks(self.dataset, self.documents, self.content, self.short_probability, self.seed)
-            }
+            share, seed = self.short_probability, self.seed
+            return {"chunks": build_chunks(self.dataset, self.documents, self.content, share, seed)}
 
         return self.cache(self._name("chunks"), make)["chunks"]
 

@@ -151,9 +151,7 @@ class Task(ABC):
                     locate_part(flags, self.part)
             else:
                 located = [locate(flags) for flags in flags_of_sets(data)]
-                is_given = (
-                    self.config.origin("validation_fraction") != "default" and self.config.data.validation_fraction > 0
-                )
+                is_given = self.config.origin("validation_fraction") != "default" and data.validation_fraction > 0
                 if is_given and all("valid" in one.parts for one in located):
                     files = ", ".join(str(path) for one in located for path in one.parts["valid"][:1])
                     raise DataError(
@@ -200,9 +198,7 @@ class Task(ABC):
             self.notes += [f"{name}: {note}" for note in task.notes]
         labels = [task.labels for task in others]
         if any(other_labels != labels[0] for other_labels in labels):
-            shown = "; ".join(
-                f"{name}: {', '.join(other_labels)}" for name, other_labels in zip(names, labels, strict=True)
-            )
+            shown = "; ".join(f"{name}: {', '.join(own)}" for name, own in zip(names, labels, strict=True))
             hint = "give them the same labels; a model's own labels (its config.json) serve for all"
             raise DataError(f"the sets of the mixture have different labels ({shown})", where="--data-name", hint=hint)
         self.labels = labels[0]
@@ -403,11 +399,9 @@ class Task(ABC):
             if name is not None:
                 part.check_column(flag, name)
             return name
-        name = (
-            part.column(flag, flag_value, ())
-            if flag_value
-            else next((n for n in usual if n in part.table.column_names), None)
-        )
+        name = next((n for n in usual if n in part.table.column_names), None)
+        if flag_value:
+            name = part.column(flag, flag_value, ())
         self.remember({flag: name})
         return name
 
@@ -551,11 +545,7 @@ def with_tokens(rows: Ragged, part: DataPart, column: str) -> Ragged:
     return rows
 
 
-def as_data(
-    sets: Mapping[str, TokenizedSamples | Endless],
-    collate: Collate,
-    augment: Augment | None = None,
-) -> Data:
+def as_data(sets: Mapping[str, TokenizedSamples | Endless], collate: Collate, augment: Augment | None = None) -> Data:
     """Build the result of :meth:`Task.build_data` from the existing parts."""
     train = sets["train"]
     whole = {name: samples for name, samples in sets.items() if isinstance(samples, TokenizedSamples)}

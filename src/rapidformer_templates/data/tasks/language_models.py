@@ -88,7 +88,7 @@ def sets_of(raw: LoadedDataset, task: Task, make: Make) -> dict[str, TokenizedSa
         packed = ", packed" if config.data.pack_sequences else ""
         sets["train"] = StreamedSamples(
             raw.stream,
-            _BlockOfRows(make, task.usable_rows, config.data.skip_bad_lines),
+            partial(_block_of_rows, make, task.usable_rows, config.data.skip_bad_lines),
             seed=config.training.seed,
             buffer=buffer_of(config.data),
             identity=f"{raw.stream.identity} in samples of {config.model.seq_length} tokens{packed}",
@@ -96,21 +96,20 @@ def sets_of(raw: LoadedDataset, task: Task, make: Make) -> dict[str, TokenizedSa
     return sets
 
 
-@dataclass(frozen=True)
-class _BlockOfRows:
-    """Makes one sample per row, or packs several rows. No rows are left over for the next block."""
-
-    make: Make
-    usable: UsableRows
-    skip: bool
-
-    def __call__(self, rows: list[StreamedRow], remainder: object, generator: np.random.Generator) -> BlockResult:
-        assert remainder is None
-        block = Block(generator, BadLines(skip=self.skip))
-        part = self.usable(part_of_stream(rows, block.bad), block.bad)
-        samples: SampleSet = self.make("train", part, block) if len(part) else ()
-        block.bad.raise_all(is_part=True)
-        return BlockResult(samples, skipped=block.bad.skipped)
+def _block_of_rows(
+    make: Make,
+    usable: UsableRows,
+    skip: bool,
+    rows: list[StreamedRow],
+    remainder: object,
+    generator: np.random.Generator,
+) -> BlockResult:
+    """Make one sample per row, or pack several rows. No rows are left over for the next block."""
+    block = Block(generator, BadLines(skip=skip))
+    part = usable(part_of_stream(rows, block.bad), block.bad)
+    samples: SampleSet = make("train", part, block) if len(part) else ()
+    block.bad.raise_all(is_part=True)
+    return BlockResult(samples, skipped=block.bad.skipped)
 
 
 class ContinuesTexts(Task):

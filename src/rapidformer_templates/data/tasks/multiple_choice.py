@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from string import ascii_uppercase
@@ -112,12 +112,6 @@ class ChoiceColumns:
         return indices[text]
 
 
-def first_number(labels: Iterable[object], count: int) -> int:
-    """Return 1 if the labels of a set number its choices from 1 to ``count``, as in Winogrande, else 0."""
-    texts = {label_text(label) for label in labels}
-    return int("0" not in texts and str(count) in texts)
-
-
 class MultipleChoice(Task):
     """Columns with a context, a list of choices, and the index of the right one.
 
@@ -183,10 +177,12 @@ class MultipleChoice(Task):
         label = self.column(part, "label_column", LABEL_COLUMNS) if with_label else None
         first = (self.columns or {}).get("first_choice")
         if first is None and label:
-            texts = (
-                choices if len(choices) > 1 else next((v for v in part.table[choices[0]] if isinstance(v, list)), ())
-            )
-            first = first_number(part.table[label][:], len(texts))
+            texts: Sequence[object] = choices
+            if len(choices) == 1:
+                texts = next((value for value in part.table[choices[0]] if isinstance(value, list)), ())
+            # The labels of Winogrande number the choices from 1.
+            labels = {label_text(value) for value in part.table[label][:]}
+            first = int("0" not in labels and str(len(texts)) in labels)
             self.remember({"first_choice": first})
         return ChoiceColumns(context, beginning, choices, label, first or 0)
 

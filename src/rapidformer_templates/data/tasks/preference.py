@@ -244,12 +244,8 @@ class _Preferences(ContinuesTexts):
             chosen, rejected = (float(rewards[of, 0].mean()) if of.any() else math.nan for of in (good, ~good))
         else:
             chosen, rejected = rewards.mean(axis=0).tolist() if len(rewards) else (0.0, 0.0)
-        values = (
-            chosen,
-            rejected,
-            chosen - rejected,
-            float((rewards[:, 0] > rewards[:, 1]).mean()) if len(rewards) else 0.0,
-        )
+        accuracy = float((rewards[:, 0] > rewards[:, 1]).mean()) if len(rewards) else 0.0
+        values = (chosen, rejected, chosen - rejected, accuracy)
         return dict(zip(preference_metrics(is_unpaired=self.is_unpaired), values, strict=False))
 
 
@@ -290,14 +286,12 @@ class Preference(_Preferences):
             batch = microbatch.batch
             counts = not microbatch.idle and workers.is_replica_leader
             if self.is_unpaired:
-                mismatched, _ = evaluate(_mismatched_answers(microbatch), self._drift_of)
-                total, count = total + counts * mismatched, count + counts * len(microbatch.samples)
+                value, _ = evaluate(_mismatched_answers(microbatch), self._drift_of)
+                number = float(len(microbatch.samples))
             else:
                 chosen = batch["attention_mask"][: len(batch["counted"])]
-                total, count = (
-                    total + counts * float(chosen[:, 1:].sum()),
-                    count + counts * float(batch["counted"].sum()),
-                )
+                value, number = float(chosen[:, 1:].sum()), float(batch["counted"].sum())
+            total, count = total + counts * value, count + counts * number
         total, count = workers.sum(total, count)
         self._drift = max(total / count, 0.0) if self.is_unpaired else count / max(total, 1.0)
 

@@ -165,9 +165,8 @@ def _best_span(candidates: Candidates, feature: Feature, context: str) -> tuple[
     if not fits.any():
         return -np.inf, ""
     i, j = np.unravel_index(np.where(fits, scores, -np.inf).argmax(), scores.shape)
-    return float(scores[i, j]), context[
-        feature.offsets[candidates.starts[i], 0] : feature.offsets[candidates.ends[j], 1]
-    ]
+    begin, end = feature.offsets[candidates.starts[i], 0], feature.offsets[candidates.ends[j], 1]
+    return float(scores[i, j]), context[begin:end]
 
 
 def normalized(text: str) -> str:
@@ -340,39 +339,34 @@ class QuestionAnswering(Task):
         """Return each row with all of its windows."""
         part = flattened(part)
         question, context = self._text_columns(part)
-        examples = [
-            QuestionExample(q, c, ()) for q, c in zip(texts_of(part, question), texts_of(part, context), strict=True)
-        ]
+        texts = zip(texts_of(part, question), texts_of(part, context), strict=True)
+        examples = [QuestionExample(asked, about, ()) for asked, about in texts]
         fields, features = self._tokens(part, examples)
         samples = TokenizedSamples(fields)
-        rows = [_Windows(example, [], []) for example in examples]
+        rows: list[_Windows] = [(example, [], []) for example in examples]
         for window, feature in enumerate(features):
-            rows[feature.example].samples.append(samples[window])
-            rows[feature.example].features.append(Feature(0, feature.offsets))
-        return Inputs(rows, np.asarray([max(len(s["input_ids"]) for s in row.samples) for row in rows]))
+            _, samples_of_row, features_of_row = rows[feature.example]
+            samples_of_row.append(samples[window])
+            features_of_row.append(Feature(0, feature.offsets))
+        return Inputs(rows, np.asarray([max(len(s["input_ids"]) for s in windows) for _, windows, _ in rows]))
 
     def records(self, model: TrainedModel, rows: Sequence[_Windows], generation: Generation) -> list[Record]:
         """Return the answers. They may be empty if the model was trained with unanswerable questions."""
-        windows = [sample for row in rows for sample in row.samples]
+        windows = [sample for _, samples, _ in rows for sample in samples]
         candidates: list[Candidates] = []
         for start in range(0, len(windows), len(rows)):  # at most one window per row in each batch
             candidates += self.predict(*self.outputs(model, windows[start : start + len(rows)]))[0]
         records, done = [], 0
-        for row in rows:
-            of_row = candidates[done : done + len(row.features)]
-            done += len(row.features)
-            best = best_answers(of_row, row.features, [row.example], may_be_null=self.may_be_null)
+        for example, _, features in rows:
+            of_row = candidates[done : done + len(features)]
+            done += len(features)
+            best = best_answers(of_row, features, [example], may_be_null=self.may_be_null)
             records.append({"answer": best[0]})
         return records
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """A row to predict, with the samples and features of its windows."""
-
-    example: QuestionExample
-    samples: list[Sample]
-    features: list[Feature]
+_Windows = tuple[QuestionExample, list[Sample], list[Feature]]
+"""A row to predict, with the samples and features of its windows."""
 
 
 def _best(scores: torch.Tensor, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from rapidformer_templates.data.finetuning.labels import (
     label_reader,
     label_set_names,
     labels_of_model,
-    measures,
+    measure,
     problem_of,
 )
 from rapidformer_templates.data.finetuning.tables import DataPart
@@ -115,7 +116,7 @@ class SequenceClassification(Task):
         column = self.column(part, "label_column", LABEL_COLUMNS)
         labels: Sequence[object]
         if self.problem == "regression":
-            labels = measures(part, column)
+            labels = part.read([column], partial(measure, column=column))
         elif self.problem == "multi_label_classification":
             labels = encode_label_sets(part, column, self.labels)
         else:

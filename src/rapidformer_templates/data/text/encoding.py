@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -223,15 +224,8 @@ class Encoder:
         )
 
 
-@dataclass
-class _Worker:
-    """The recipe that this worker process was started with, and its encoder after the first job."""
-
-    recipe: EncodingRecipe | None = None
-    encoder: Encoder | None = None
-
-
-_worker = _Worker()
+_recipes: list[EncodingRecipe] = []
+"""The recipe that this worker process was started with."""
 
 
 def start_worker(recipe: EncodingRecipe, alive: Connection) -> None:
@@ -240,7 +234,7 @@ def start_worker(recipe: EncodingRecipe, alive: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also gets the signal, and ends the workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker.recipe = recipe
+    _recipes.append(recipe)
 
     def exit_with_parent() -> None:
         try:
@@ -251,9 +245,11 @@ def start_worker(recipe: EncodingRecipe, alive: Connection) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
+@cache
+def _encoder() -> Encoder:
+    return Encoder(_recipes[0])
+
+
 def work(job: EncodingJob) -> Encoded:
     """Run a job in a worker process."""
-    if _worker.encoder is None:
-        assert _worker.recipe is not None
-        _worker.encoder = Encoder(_worker.recipe)
-    return _worker.encoder(job)
+    return _encoder()(job)

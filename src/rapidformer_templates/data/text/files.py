@@ -467,15 +467,6 @@ def text_documents(
 to_json = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=str)
 
 
-def _write_lines(file: io.BufferedIOBase, rows: Iterable[Row]) -> None:
-    file.writelines(f"{to_json(row)}\n".encode() for row in rows)
-
-
-def _write_list(file: io.BufferedIOBase, rows: Iterable[Row]) -> None:
-    lines = ",\n".join(map(to_json, rows))
-    file.write(f"[\n{lines}\n]\n".encode())
-
-
 def _write_parquet(file: io.BufferedIOBase, rows: Iterable[Row]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -501,9 +492,9 @@ def _cells(values: Mapping[str, object], before: str = "") -> Iterable[tuple[str
             yield before + key, to_json(value) if isinstance(value, list) else value
 
 
-ROW_WRITERS: dict[str, Callable[[io.BufferedIOBase, Iterable[Row]], None]] = {
-    ".jsonl": _write_lines,
-    ".json": _write_list,
+ROW_WRITERS: dict[str, Callable[[io.BufferedIOBase, Iterable[Row]], object]] = {
+    ".jsonl": lambda file, rows: file.writelines(f"{to_json(row)}\n".encode() for row in rows),
+    ".json": lambda file, rows: file.write(b"[\n" + ",\n".join(map(to_json, rows)).encode() + b"\n]\n"),
     ".csv": partial(_write_delimited, delimiter=","),
     ".tsv": partial(_write_delimited, delimiter="\t"),
     ".parquet": _write_parquet,

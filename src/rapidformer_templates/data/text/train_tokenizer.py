@@ -136,9 +136,8 @@ def main(options: argparse.Namespace) -> int:
         facts = {"folder": str(folder), "vocabulary": size, "documents": corpus.documents, "skipped": skipped}
         print(to_json(facts), end="")
         return 0
-    print(
-        f"{folder}: {size:,} tokens of {corpus.documents:,} documents, padded to {padded_vocab_size(size):,} in a model"
-    )
+    padded = f"padded to {padded_vocab_size(size):,} in a model"
+    print(f"{folder}: {size:,} tokens of {corpus.documents:,} documents, {padded}")
     if size < options.vocab_size:
         print(f"note: the text has no more pairs that occur {options.min_frequency} times, so there are fewer tokens")
     if skipped:

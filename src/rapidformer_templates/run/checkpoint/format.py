@@ -19,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypedDict, TypeVar
 
@@ -116,8 +116,8 @@ class TensorFile:
     """A file that a rank must write, with its part of the index."""
 
     name: str
-    tensors: dict[str, torch.Tensor]
-    index: list[IndexEntry]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    index: list[IndexEntry] = field(default_factory=list)
     metadata: dict[str, str] | None = None
 
 
@@ -204,10 +204,9 @@ class Attempt:
 
         It may be called again after an error.
         """
-        if not self._is_renamed:
-            self._describe(by_rank)
         old = self.final.with_name(self.final.name + "-old.tmp")
         if not self._is_renamed:
+            self._describe(by_rank)
             if self.final.exists():  # a broken checkpoint that a resume has skipped
                 self.final.rename(old)
             self.folder.rename(self.final)
@@ -342,56 +341,35 @@ def for_each_file(engine: ShardSource, rank: int, body: Callable[[TensorFile], N
 def _files(engine: ShardSource, rank: int) -> Iterator[TensorFile]:
     """Yield each file as soon as it is full. Earlier files do not stay in memory."""
     for kind in KINDS:
-        for number, boxes in enumerate(_files_of_boxes(engine.shards(kind))):
-            name = f"{kind}-{rank:05d}-{number:05d}.safetensors"
-            index: list[IndexEntry] = [
-                (kind, box.name, list(box.shape), (name, key, list(box.offset))) for key, box in boxes.items()
-            ]
-            file = TensorFile(name, {key: box.values for key, box in boxes.items()}, index)
-            boxes.clear()
-            yield file
-            file.tensors.clear()  # free memory before the engine yields more
+        yield from _files_of_kind(kind, engine.shards(kind), rank)
     tensors, metadata = capture()
     yield TensorFile(f"random-{rank:05d}.safetensors", tensors, [], metadata)
 
 
-class SavedBox(NamedTuple):
-    """A box of a tensor in a file.
-
-    Attributes:
-        name: name of the tensor.
-        shape: shape of the whole tensor.
-        offset: position of the box in the whole tensor.
-        values: the values of the box.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    values: torch.Tensor
-
-
-def _files_of_boxes(shards: Iterable[Shard]) -> Iterator[dict[str, SavedBox]]:
+def _files_of_kind(kind: ShardKind, shards: Iterable[Shard], rank: int) -> Iterator[TensorFile]:
     """Group the boxes that this rank writes into files. Without boxes there is one empty file.
 
     The key of a box is its name, plus a number from the second box of a tensor on.
     """
     counts: Counter[str] = Counter()
-    file: dict[str, SavedBox] = {}
-    size, is_first = 0, True
+    file, number, size = TensorFile(f"{kind}-{rank:05d}-00000.safetensors"), 0, 0
     for shard in shards_to_write(shards):
         for offset, values in shard.parts():
             length = values.numel() * values.itemsize
-            if file and size + length > PART_BYTES:
+            if file.tensors and size + length > PART_BYTES:
                 yield file
-                file, size, is_first = {}, 0, False
-            number = counts[shard.name]
+                file.tensors.clear()  # free memory before the engine yields more
+                number += 1
+                file, size = TensorFile(f"{kind}-{rank:05d}-{number:05d}.safetensors"), 0
+            again = counts[shard.name]
             counts[shard.name] += 1
-            key = f"{shard.name}#{number}" if number else shard.name
-            file[key] = SavedBox(shard.name, shard.shape, offset, values.contiguous())
+            key = f"{shard.name}#{again}" if again else shard.name
+            file.tensors[key] = values.contiguous()
+            file.index.append((kind, shard.name, list(shard.shape), (file.name, key, list(offset))))
             size += length
-    if file or is_first:
+    if file.tensors or not number:
         yield file
+        file.tensors.clear()
 
 
 class Reader:
@@ -406,10 +384,9 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, safe_open] = {}
+        self.index: dict[str, dict[str, TensorLocations]]
         with self._readable("index.json or state.json"):
-            self.index: dict[str, dict[str, TensorLocations]] = json.loads(
-                (folder / "index.json").read_text(encoding="utf-8")
-            )
+            self.index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
             self.state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
 
     def names(self, kind: str) -> dict[str, tuple[int, ...]]:
