@@ -526,12 +526,11 @@ def compose(
             accepted = OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ()
             for name in sorted(OF_THE_OPTIMIZER.difference(accepted)):
                 if name in template.config.origins:
-                    raise ConfigError(
-                        f"{spelling(name)} has nothing to act on: the optimizer brings its own options",
-                        where=template.config.origin(name),
-                        hint="leave it out and give the optimizer that option"
-                        + (", or give the optimizer's class" if name in OF_A_CLASS else ", or leave out the optimizer"),
+                    message = f"{spelling(name)} has nothing to act on: the optimizer brings its own options"
+                    hint = "leave it out and give the optimizer that option" + (
+                        ", or give the optimizer's class" if name in OF_A_CLASS else ", or leave out the optimizer"
                     )
+                    raise ConfigError(message, where=template.config.origin(name), hint=hint)
         steps = template.config.training.train_iters
         total = steps if isinstance(steps, int) else None
         return open_session(template, None if schedule is None else as_schedule(schedule, total), example)

@@ -318,11 +318,8 @@ def checked_backwards(parameters: Parameters, limit: Derivatives) -> Iterator[No
         needed = 2 if create_graph else 1
         if needed > limit.order:
             what = "a second derivative (create_graph=True)" if create_graph and limit.order else "a derivative"
-            raise RapidformerError(
-                f"the loss takes {what} through the model, which is not possible with {limit.reason}",
-                where=WHERE,
-                hint=WORKS[needed],
-            )
+            message = f"the loss takes {what} through the model, which is not possible with {limit.reason}"
+            raise RapidformerError(message, where=WHERE, hint=WORKS[needed])
 
     with _checking(parameters, check):
         yield

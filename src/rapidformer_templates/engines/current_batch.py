@@ -75,11 +75,8 @@ def add_noise(model: nn.Module, alpha: float, seed: int) -> None:
     """
     reader = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if reader is None or reader.config.is_encoder_decoder:
-        raise ModelError(
-            f"{type(reader or model).__name__} is not a transformers model that reads one sequence",
-            where=FLAG,
-            hint="leave it out",
-        )
+        message = f"{type(reader or model).__name__} is not a transformers model that reads one sequence"
+        raise ModelError(message, where=FLAG, hint="leave it out")
     embeddings: Any = reader.get_input_embeddings()
     embeddings.register_forward_hook(partial(_add_noise, alpha, seed))
     reader.register_forward_hook(_check)
@@ -92,12 +89,11 @@ def _add_noise(alpha: float, seed: int, module: nn.Module, inputs: object, outpu
     rows, tokens, features = output.shape
     mask = torch.ones(rows, tokens, device=output.device) if current.mask is None else current.mask
     if mask.shape != (rows, tokens) or len(current.positions) != rows:
-        raise ModelError(
+        message = (
             f"the embeddings have {rows} rows × {tokens} tokens, but the batch has {len(current.positions)} "
-            f"samples and a mask of {' × '.join(map(str, mask.shape))}",
-            where=FLAG,
-            hint="noise needs batches with one row per sample; leave it out",
+            f"samples and a mask of {' × '.join(map(str, mask.shape))}"
         )
+        raise ModelError(message, where=FLAG, hint="noise needs batches with one row per sample; leave it out")
     current.is_noisy = True
     share = uniform(keys_of(current.positions, seed).to(output.device, non_blocking=True), mask, features)
     lengths = mask.sum(dim=1).clamp(min=1)
@@ -108,9 +104,8 @@ def _add_noise(alpha: float, seed: int, module: nn.Module, inputs: object, outpu
 def _check(model: nn.Module, inputs: object, output: object) -> None:
     current = _noisy_batch.get()
     if current is not None and model.training and not current.is_noisy:
-        raise ModelError(
-            f"{type(model).__name__} does not call its input embeddings", where=FLAG, hint="give it input_ids"
-        )
+        message = f"{type(model).__name__} does not call its input embeddings"
+        raise ModelError(message, where=FLAG, hint="give it input_ids")
 
 
 def keys_of(positions: Sequence[int], seed: int) -> torch.Tensor:

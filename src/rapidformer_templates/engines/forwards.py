@@ -62,11 +62,9 @@ class Checkpointed:
         if not self.enabled or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-            raise ModelError(
-                "a block gets a cache of keys and values, which a second forward would extend again",
-                where=self.flag,
-                hint="set use_cache to False in the model's config, or leave the flag out",
-            )
+            message = "a block gets a cache of keys and values, which a second forward would extend again"
+            hint = "set use_cache to False in the model's config, or leave the flag out"
+            raise ModelError(message, where=self.flag, hint=hint)
         forward = _CountsOnce(self.forward, self.norms) if self.norms else self.forward
         output: object = checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
         if not torch.compiler.is_compiling():

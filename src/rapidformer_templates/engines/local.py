@@ -216,11 +216,9 @@ class SingleEngine:
         if self.assembly.losses:
             self.assembly.losses.begin_step(microbatches, self.workers)
         if any(parameter.requires_grad for parameter in self._frozen):
-            raise RapidformerError(
-                "a parameter that was frozen when the optimizer was built requires a gradient now",
-                where="requires_grad_(True)",
-                hint="leave it trained in build_model, and freeze it in on_train_start for the first steps",
-            )
+            message = "a parameter that was frozen when the optimizer was built requires a gradient now"
+            hint = "leave it trained in build_model, and freeze it in on_train_start for the first steps"
+            raise RapidformerError(message, where="requires_grad_(True)", hint=hint)
         self.drop()
 
     @final
@@ -371,11 +369,8 @@ class SingleEngine:
         """
         wrong = set(map(id, self._wrong_leaves())) if self.micro_steps == 0 else set()
         if wrong and not wrong.isdisjoint(map(id, reached_parameters(loss))):
-            raise RapidformerError(
-                "the loss uses a parameter outside of the forward of its module, where a worker has only its part",
-                where="compute_loss(model, batch)",
-                hint=WHOLE_WEIGHTS,
-            )
+            message = "the loss uses a parameter outside of the forward of its module, where a worker has only its part"
+            raise RapidformerError(message, where="compute_loss(model, batch)", hint=WHOLE_WEIGHTS)
         if microbatch.targets == 0 and not microbatch.idle:
             self._fill_zero_gradients(reached_parameters(loss))
 

@@ -190,10 +190,8 @@ def check_count(optimizer: Optimizer, name: str, keys: Sequence[str]) -> None:
         CheckpointError: it was saved before counts of groups were stored.
     """
     if "exp_avg_sq" in keys and COUNT not in keys and not counts_in_groups(optimizer):
-        raise CheckpointError(
-            f"the checkpoint has no count of steps for {name}",
-            hint="continue with the optimizer that saved it, or take only the weights with --load … --weights-only",
-        )
+        hint = "continue with the optimizer that saved it, or take only the weights with --load … --weights-only"
+        raise CheckpointError(f"the checkpoint has no count of steps for {name}", hint=hint)
 
 
 def _scalars_of(group: Mapping[str, object]) -> dict[str, torch.Tensor]:

@@ -304,9 +304,8 @@ class StepMonitor:
             for count, microbatch in zip(counts, step.microbatches, strict=True):
                 if differs(count, microbatch):
                     raise wrong_count_error(count, microbatch)
-            raise NonFiniteLoss(
-                f"loss {loss}, gradient norm {norm}", age=self._started - step.number, samples=_not_finite(step.losses)
-            )
+            message = f"loss {loss}, gradient norm {norm}"
+            raise NonFiniteLoss(message, age=self._started - step.number, samples=_not_finite(step.losses))
 
 
 class DynamicLossScale:

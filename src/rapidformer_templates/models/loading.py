@@ -67,11 +67,8 @@ def check_seq_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
         hint = f"use --seq-length {positions} or less"
         if config.model.model_type:
             hint += f", or --max-position-embeddings {requested}"
-        raise ModelError(
-            f"sequences of {requested} tokens do not fit the model's {positions} positions",
-            where="--seq-length",
-            hint=hint,
-        )
+        message = f"sequences of {requested} tokens do not fit the model's {positions} positions"
+        raise ModelError(message, where="--seq-length", hint=hint)
 
 
 def seq_length_of(config: RunConfig, model_config: PreTrainedConfig) -> int:
@@ -157,9 +154,8 @@ def build_model(
             if is_out_of_memory(error):
                 raise
             hint = "check the sizes against the architecture's own"
-            raise ModelError(
-                f"a {model_config.model_type} of these sizes cannot be built: {error}", where="--model-type", hint=hint
-            ) from error
+            message = f"a {model_config.model_type} of these sizes cannot be built: {error}"
+            raise ModelError(message, where="--model-type", hint=hint) from error
     if getattr(model, "loss_type", "") is None and auto_class == "AutoModelForCausalLM":
         # Transformers derives the loss from the class name, which does not work for GPT2LMHeadModel. Without this line
         # it warns at every start that it uses this loss.

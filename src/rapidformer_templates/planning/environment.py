@@ -235,9 +235,8 @@ def kind_of(device: str) -> str:
     kind, _, number = device.partition(":")
     if number:
         hint = f"--device {kind}; CUDA_VISIBLE_DEVICES and similar variables choose among several"
-        raise ConfigError(
-            f"'{device}' is a single device, but --device takes a kind of device", where="--device", hint=hint
-        )
+        message = f"'{device}' is a single device, but --device takes a kind of device"
+        raise ConfigError(message, where="--device", hint=hint)
     if kind in DEVICES or kind == detect_accelerator():
         return kind
     names = ("auto", *DEVICES)
@@ -285,11 +284,9 @@ def launched() -> Launched | None:
     ranks = range(place.world)
     if place.rank in ranks and place.local_rank in range(place.local_world) and place.local_world <= place.world:
         return place
-    raise ConfigError(
-        "no launcher sets " + " ".join(f"{name}={os.environ[name]}" for name in LAUNCHED if name in os.environ),
-        where="the environment",
-        hint="ranks count from 0 to WORLD_SIZE - 1; to train alone: unset RANK WORLD_SIZE",
-    )
+    message = "no launcher sets " + " ".join(f"{name}={os.environ[name]}" for name in LAUNCHED if name in os.environ)
+    hint = "ranks count from 0 to WORLD_SIZE - 1; to train alone: unset RANK WORLD_SIZE"
+    raise ConfigError(message, where="the environment", hint=hint)
 
 
 def ignored_variables() -> tuple[str, ...]:

@@ -186,9 +186,8 @@ def build_parser(prog: str, switch_options: Iterable[type], user: type | None, d
             spelling(f.name) for f in dataclasses.fields(user) if spelling(f.name) in parser._option_string_actions
         ]
         if reserved:
-            raise ConfigError(
-                f"{reserved[0]} is a flag of the library", where=user.__name__, hint="rename your own flag"
-            )
+            message = f"{reserved[0]} is a flag of the library"
+            raise ConfigError(message, where=user.__name__, hint="rename your own flag")
         add_flags(parser, user)
         parser.usual |= {f.name for f in dataclasses.fields(user)}
     return parser

@@ -264,11 +264,9 @@ def _sustained(file: DeviceFile, rates: WorkerRates, environment: Environment, p
         ConfigError: the file has no rates for this precision.
     """
     if precision not in rates.precisions:
-        raise ConfigError(
-            f"{environment.device_file} has no rates for {precision}, only for {', '.join(rates.precisions)}",
-            where="--device-file",
-            hint="rapidformer bench calibrate on the machine that trains measures them",
-        )
+        message = f"{environment.device_file} has no rates for {precision}, only for {', '.join(rates.precisions)}"
+        hint = "rapidformer bench calibrate on the machine that trains measures them"
+        raise ConfigError(message, where="--device-file", hint=hint)
     sustained = {
         "memory_gb": round(file.memory_gb / (environment.local_world_size if file.device == "cpu" else 1), 1),
         "tflops": rates.precisions[precision].tflops,
@@ -303,11 +301,8 @@ def _measured_gb(environment: Environment) -> float:
         answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
         sizes = [float(line) for line in answer.stdout.split() if line.replace(".", "").isdecimal()]
     if not sizes:
-        raise ConfigError(
-            "no GPU is visible here, so its memory is not known",
-            where="--auto-strategy",
-            hint="rapidformer plan --auto-strategy --device-kind a100-80gb …, or DEVICE_MEMORY_GB=80, says how much",
-        )
+        hint = "rapidformer plan --auto-strategy --device-kind a100-80gb …, or DEVICE_MEMORY_GB=80, says how much"
+        raise ConfigError("no GPU is visible here, so its memory is not known", where="--auto-strategy", hint=hint)
     return round(min(sizes) * 2**20 / GB, 1)
 
 
