@@ -149,24 +149,6 @@ def _shifted(bits: torch.Tensor, places: int) -> torch.Tensor:
 MASK, POSITIONS = "attention_mask", "position_ids"
 
 
-class _InspectedTensor:
-    """A tensor of the batch, and the host's answer about it."""
-
-    def __init__(self, tensor: torch.Tensor, answer: bool) -> None:
-        self._tensor = tensor
-        self._version = tensor._version
-        self.answer = answer
-
-    def has_values_of(self, other: torch.Tensor) -> bool:
-        """Whether ``other`` has the inspected values: it is the same tensor, or a view of all of it."""
-        same = other is self._tensor or (
-            (other.dtype, other.device.type) == (self._tensor.dtype, self._tensor.device.type)
-            and other.device.type != "meta"
-            and other.is_set_to(self._tensor)
-        )
-        return same and self._tensor._version == self._version
-
-
 class _InspectedBatch:
     """The micro batch that the model is processing.
 
@@ -176,18 +158,24 @@ class _InspectedBatch:
     """
 
     def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
-        self._inspected: dict[str, _InspectedTensor] = {}
+        self._inspected: dict[str, tuple[torch.Tensor, int, bool]] = {}  # each with its version and the answer
         for name, answer in microbatch.mask_facts.items():
             tensor = field_of(batch, name)
             if tensor is not None:
-                self._inspected[name] = _InspectedTensor(tensor, answer)
+                self._inspected[name] = tensor, tensor._version, answer
         self.derived_masks: list[tuple[torch.Tensor, bool]] = []
         self.with_positions: list[bool] = []
 
     def answer_for(self, name: str, tensor: torch.Tensor) -> bool | None:
-        """Return the host's answer about a tensor, or None if the host has not inspected it."""
-        inspected = self._inspected.get(name)
-        return inspected.answer if inspected and inspected.has_values_of(tensor) else None
+        """Return the host's answer about a tensor, or None if the host has not inspected its values.
+
+        A tensor has inspected values if it is that tensor, or a view of all of it.
+        """
+        if name not in self._inspected:
+            return None
+        own, version, answer = self._inspected[name]
+        is_on_same = (tensor.dtype, tensor.device.type) == (own.dtype, own.device.type) and own.device.type != "meta"
+        return answer if own._version == version and (tensor is own or (is_on_same and tensor.is_set_to(own))) else None
 
 
 _batch_variable: ContextVar[_InspectedBatch | None] = ContextVar("micro batch", default=None)

@@ -113,6 +113,7 @@ class SingleEngine:
         self._updated_shards: Mapping[torch.Tensor, Shard]  # the shard of each tensor that the optimizer updates
         self._lr_factor = 1.0
         self.monitor: StepMonitor | None = None  # None if the host waits for the device
+        self._accumulates = plan.sizes.accumulation > 1
         self._builds_in_shares = plan.builds_in_shares
         self._construction: ModelUnderConstruction | None = None
 
@@ -523,10 +524,6 @@ class DDPEngine(SingleEngine):
     """
 
     _unused: Sequence[int] = ()
-
-    def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
-        super().__init__(plan, workers, clip_grad=clip_grad)
-        self._accumulates = plan.sizes.accumulation > 1
 
     def _distribute(self) -> nn.Module:
         device = self.workers.device

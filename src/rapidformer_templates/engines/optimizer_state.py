@@ -54,17 +54,6 @@ def group_entries(optimizer: Optimizer, index: int, state: Mapping[str, object])
     return _prefixed(_changed(optimizer, index), state)
 
 
-def values_by_parameter(optimizer: Optimizer) -> dict[int, dict[str, object]]:
-    """Return for each parameter, by its ``id``, its state and the values of its group."""
-    by_index: dict[int, dict[str, object]] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        changed = _changed(optimizer, index)
-        for parameter in group["params"]:
-            state = dict(optimizer.state.get(parameter, {}))
-            by_index[id(parameter)] = state | _prefixed(changed, state)
-    return by_index
-
-
 def _changed(optimizer: Optimizer, index: int) -> dict[str, torch.Tensor]:
     initial, now = _initial_values[optimizer][index], _scalars_of(optimizer.param_groups[index])
     return {key: value for key, value in now.items() if key not in initial or not _equal(value, initial[key])}
@@ -342,7 +331,12 @@ Updated = Mapping[torch.Tensor, Shard]
 
 def optimizer_shards(updated: Updated, optimizer: Optimizer) -> Iterator[Shard]:
     """Yield the shards of an optimizer's state. Each is named ``parameter/key``."""
-    states = values_by_parameter(optimizer)
+    states: dict[int, dict[str, object]] = {}  # with the values of the group
+    for index, group in enumerate(optimizer.param_groups):
+        changed = _changed(optimizer, index)
+        for parameter in group["params"]:
+            state = dict(optimizer.state.get(parameter, {}))
+            states[id(parameter)] = state | _prefixed(changed, state)
     for parameter, shard in updated.items():
         for key, value in sorted(states.get(id(parameter), {}).items()):
             if value is None:
@@ -389,13 +383,8 @@ def _read_entry(
     values = shard.read_like(read)
     if not isinstance(parameter, DTensor):
         return values
-    return DTensor.from_local(
-        values.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    local, mesh, placements = values.to(parameter.device), parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
 AVERAGE = "weight_average"

@@ -278,12 +278,8 @@ def deepspeed_rates(schedule: FileSchedule, *, lr: float, warmup: int, total: in
     try:
         schedules = import_module("deepspeed.runtime.lr_schedules")
         optimizer = SGD([nn.Parameter(torch.empty(0))], lr=lr)
-        automatic = {
-            "warmup_max_lr": lr,
-            "cycle_max_lr": lr,
-            "warmup_num_steps": max(1, warmup),
-            "total_num_steps": total,
-        }
+        steps = {"warmup_num_steps": max(1, warmup), "total_num_steps": total}
+        automatic: dict[str, float] = {"warmup_max_lr": lr, "cycle_max_lr": lr, **steps}
         filled = {name: automatic.get(name) if value == AUTO else value for name, value in schedule["params"].items()}
         options = {name: whole(value) for name, value in filled.items() if value is not None}
         running = getattr(schedules, schedule["type"])(optimizer, **options)

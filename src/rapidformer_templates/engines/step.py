@@ -226,16 +226,6 @@ def _not_finite(losses: Sequence[_MicroBatchLoss]) -> list[int]:
 
 
 @dataclass
-class _StepValues:
-    """Values of one step: loss, gradient norm, whether the run must end, and the counts of the user's hook."""
-
-    number: int
-    values: HostCopy
-    microbatches: list[MicroBatch]
-    losses: Sequence[_MicroBatchLoss]
-
-
-@dataclass
 class StepMonitor:
     """Steps whose results the device has and the host has not read yet.
 
@@ -252,7 +242,8 @@ class StepMonitor:
 
     def __post_init__(self) -> None:
         self._ended = torch.zeros((), dtype=torch.bool, device=self.device)
-        self._unread: deque[_StepValues] = deque()
+        # Of each step: its number, the values on the device, the micro batches of the hook's counts, and the losses.
+        self._unread: deque[tuple[int, HostCopy, list[MicroBatch], Sequence[_MicroBatchLoss]]] = deque()
         self._started = 0
         self._losses: Sequence[_MicroBatchLoss] = ()
 
@@ -273,19 +264,14 @@ class StepMonitor:
             may_overflow: whether a step that is not finite is only skipped and the run continues (fp16).
         """
         overflow = ~(torch.isfinite(loss) & torch.isfinite(norm))
-        wrong = overflow
-        if may_overflow:
-            wrong = torch.zeros_like(overflow)
+        wrong = torch.zeros_like(overflow) if may_overflow else overflow
         counts = [count.to(torch.float64) for count, _ in self.hook_counts]
         for count, (_, microbatch) in zip(counts, self.hook_counts, strict=True):
             wrong = wrong | differs(count, microbatch)
         self._ended = self._ended | wrong
         values = torch.stack([loss.to(torch.float64), norm.to(torch.float64), wrong.to(torch.float64), *counts])
-        self._unread.append(
-            _StepValues(
-                self._started, HostCopy(values), [microbatch for _, microbatch in self.hook_counts], self._losses
-            )
-        )
+        microbatches = [microbatch for _, microbatch in self.hook_counts]
+        self._unread.append((self._started, HostCopy(values), microbatches, self._losses))
         return (self._ended | overflow).to(torch.float32)
 
     def poll(self, running: int = 0) -> None:
@@ -296,16 +282,16 @@ class StepMonitor:
             RapidformerError: the hook's count of targets differs from ``count_targets``.
         """
         while len(self._unread) > running:
-            step = self._unread.popleft()
-            loss, norm, wrong, *counts = step.values.values()
+            number, values, microbatches, losses = self._unread.popleft()
+            loss, norm, wrong, *counts = values.values()
             if not wrong:
                 continue
             self._unread.clear()  # their updates were skipped
-            for count, microbatch in zip(counts, step.microbatches, strict=True):
+            for count, microbatch in zip(counts, microbatches, strict=True):
                 if differs(count, microbatch):
                     raise wrong_count_error(count, microbatch)
             message = f"loss {loss}, gradient norm {norm}"
-            raise NonFiniteLoss(message, age=self._started - step.number, samples=_not_finite(step.losses))
+            raise NonFiniteLoss(message, age=self._started - number, samples=_not_finite(losses))
 
 
 class DynamicLossScale:
