@@ -18,15 +18,19 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.switches.auto_strategy.command import (
     Subjects,
+    closest_constraint,
     layout_to_json,
     not_predicted,
     search,
-    train_with,
 )
-from rapidformer_templates.switches.auto_strategy.comparison import closest_constraint
-from rapidformer_templates.switches.auto_strategy.results import Candidate, SearchResult
+from rapidformer_templates.switches.auto_strategy.results import (
+    Candidate,
+    SearchResult,
+    TrainingEstimate,
+    TrainingTerms,
+    estimate_training,
+)
 from rapidformer_templates.switches.auto_strategy.timing import Hardware
-from rapidformer_templates.switches.auto_strategy.whole_training import TrainingEstimate, TrainingTerms
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.terminal import console
 
@@ -94,7 +98,7 @@ def plan_clusters(
             continue
         if result.layouts:
             best = result.layouts[0]
-            training = train_with(best, config, place, terms, result.totals)
+            training = estimate_training(best, config, place, terms, result.totals)
             clusters.append(ClusterSize(size, best, training))
         else:
             clusters.append(ClusterSize(size, constraint=closest_constraint(result)))

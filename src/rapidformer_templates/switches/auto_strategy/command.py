@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,30 +13,30 @@ from typing import TYPE_CHECKING, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.comparison import (
-    compared_to_json,
-    components,
-    show_comparison,
-    with_layout_flags,
-)
 from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout, layout_of, memory_options_of
-from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE, Candidate, Memory, SearchResult, Unknown
-from rapidformer_templates.switches.auto_strategy.search_cache import cache_file, read_result, write_result
-from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
-from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
-from rapidformer_templates.switches.auto_strategy.whole_training import (
-    ModelTotals,
+from rapidformer_templates.switches.auto_strategy.results import (
+    ALLOWANCE,
+    Candidate,
+    Memory,
+    SearchResult,
     TrainingEstimate,
     TrainingTerms,
+    Unknown,
+    cache_file,
     estimate_training,
+    read_result,
+    write_result,
 )
+from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
+from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.system.launch import is_first_worker
 from rapidformer_templates.system.terminal import console
@@ -157,7 +158,7 @@ def plan_command(
     named = None
     if narrower:
         named, _ = search(narrower, environment, source=source, cached=cached, subjects=subjects)
-    trainings = [train_with(each, config, environment, terms, result.totals) for each in result.layouts]
+    trainings = [estimate_training(each, config, environment, terms, result.totals) for each in result.layouts]
     if as_json:
         more = {"compared": compared_to_json(result, named)} if named else {}
         print(json.dumps(to_json(result, hardware, trainings) | more, indent=2))
@@ -168,21 +169,6 @@ def plan_command(
         if result.file:
             print(f"note: read from {result.file}; --no-search-cache searches again")
     return 0 if result.layouts else 1
-
-
-def train_with(
-    candidate: Candidate, config: RunConfig, environment: Environment, terms: TrainingTerms, totals: ModelTotals
-) -> TrainingEstimate:
-    """Return the estimate of a whole training with a layout."""
-    return estimate_training(
-        config,
-        environment,
-        terms,
-        totals,
-        global_batch=candidate.layout.global_batch,
-        step_seconds=candidate.timing.total,
-        step_flops=candidate.step_flops,
-    )
 
 
 def predict_run(
@@ -220,7 +206,7 @@ def predict_run(
     memory = measure(plan) if measure else None
     candidate = one.predict(layout_of(plan), setting, memory)
     constraint = one.constraint(candidate.memory, candidate.setup, setting)
-    training = train_with(candidate, config, environment, terms, one.totals())
+    training = estimate_training(candidate, config, environment, terms, one.totals())
     as_json = {
         **layout_to_json(candidate, training),
         "memory_from": "engine" if measure else "rules",
@@ -259,7 +245,7 @@ def layout_to_json(candidate: Candidate, training: TrainingEstimate) -> dict[str
         "seconds": {name: round(value, 6) for name, value in vars(timing).items()},
         "samples_per_second": candidate.samples_per_second,
         "flags": " ".join(candidate.layout.flags()),
-        "training": training.to_json(),
+        "training": vars(training),
     }
 
 
@@ -403,3 +389,87 @@ def show_rejected(result: SearchResult, terminal: Console) -> None:
         where = f"tensor {sizes.tensor} × {context}pipeline {sizes.pipelined} × data {sizes.data}, {sizes.partitioned}"
         table.add_row(str(count), example.constraint, where)
     terminal.print(table)
+
+
+def with_layout_flags(config: RunConfig, text: str) -> RunConfig:
+    """Return the configuration with the flags of ``--compare``. The search may only fill in what they leave open.
+
+    Raises:
+        ConfigError: a flag does not exist, does not belong to a layout, or is on the command line, too.
+    """
+    named = parse(shlex.split(text), REGISTRY.options())
+    layout_fields = Layout().values().keys() | {"pipeline_stages"}
+    for name in named.origins:
+        if name not in layout_fields:
+            hint = "it takes flags such as --tensor-model-parallel-size 8 --zero-2-memory-optimization"
+            raise ConfigError(f"{spelling(name)} does not belong to a layout", where="--compare", hint=hint)
+        if name in config.origins:
+            where = f"--compare and {config.origin(name)}"
+            raise ConfigError(f"{spelling(name)} is given twice", where=where, hint="leave one of them out")
+    return config.replace("--compare", **{name: named.get(name) for name in named.origins})
+
+
+def differences(best: Candidate, named: Candidate) -> list[tuple[str, str, float, float]]:
+    """Return (name, unit, of the best, of the named layout) for each time per sample and each size of memory."""
+    times = [components(each.timing) | {"step": each.timing.total} for each in (best, named)]
+    scales = [1000 / each.layout.global_batch for each in (best, named)]
+    sizes = [{**vars(each.memory), "total": each.memory.total, "setup": each.setup.device} for each in (best, named)]
+    rows = [(name, "ms", time * scales[0], times[1][name] * scales[1]) for name, time in times[0].items()]
+    rows += [(name, "GB", size / GB, sizes[1][name] / GB) for name, size in sizes[0].items()]
+    return [*(row for row in rows if row[2] or row[3]), ("needed", "GB", best.needed_gb, named.needed_gb)]
+
+
+def components(timing: Timing) -> dict[str, float]:
+    """Return the seconds of a step by component."""
+    return {
+        "matrix products": timing.products,
+        "attention": timing.attention,
+        "norms, activations and gradient sums": timing.memory,
+        "waiting for the host": timing.launches,
+        "bubble": timing.bubble,
+        "tensor sums": timing.tensor,
+        "tokens to experts": timing.experts,
+        "stage transfers": timing.pipeline,
+        "exposed replica exchanges": timing.data,
+        "update": timing.update,
+        "copies to the host and back": timing.offload,
+    }
+
+
+def compared_to_json(result: SearchResult, named: SearchResult) -> dict[str, object]:
+    """Return the public JSON form. See docs/planner-answers.md."""
+    if not result.layouts or not named.layouts:
+        return {"flags": None, "constraint": closest_constraint(named), "differences": []}
+    chosen = named.layouts[0]
+    names = ("name", "unit", "best", "named")
+    compared = [dict(zip(names, each, strict=True)) for each in differences(result.layouts[0], chosen)]
+    return {"flags": " ".join(chosen.layout.flags()), "constraint": None, "differences": compared}
+
+
+def closest_constraint(result: SearchResult) -> str:
+    """Return the constraint that most layouts fail: the last one of that kind, which divides the model most."""
+    kinds = Counter(rejected.constraint.partition(":")[0] for rejected in result.rejected)
+    if not kinds:
+        return "these flags allow no layout"
+    ((usual, _),) = kinds.most_common(1)
+    return [each.constraint for each in result.rejected if each.constraint.partition(":")[0] == usual][-1]
+
+
+def show_comparison(result: SearchResult, named: SearchResult) -> None:
+    """Print a table of the differences, and the component that costs most. Or the reason why nothing fits."""
+    if not result.layouts or not named.layouts:
+        print(f"--compare: no layout with these flags fits: {closest_constraint(named)}")
+        return
+    best, chosen = result.layouts[0], named.layouts[0]
+    slower = best.samples_per_second / chosen.samples_per_second - 1
+    title = f"--compare: {' '.join(chosen.layout.flags())}"
+    table = Table("", "unit", title=title, title_justify="left")
+    for name in ("best", "--compare", "difference"):
+        table.add_column(name, justify="right")
+    compared = differences(best, chosen)
+    for name, unit, of_best, of_named in compared:
+        table.add_row(name, unit, f"{of_best:,.3f}", f"{of_named:,.3f}", f"{of_named - of_best:+,.3f}")
+    console(piped_width=160).print(table)
+    more, most = max((named - best, name) for name, unit, best, named in compared if unit == "ms" and name != "step")
+    cause = f", most of it: {most}" if slower > 0 and more > 0 else ""
+    print(f"--compare: {slower:+.1%} time per sample{cause}. The table has ms per sample, and GB per worker")

@@ -37,6 +37,7 @@ from rapidformer_templates.switches.auto_strategy.results import (
     ALLOWANCE,
     Candidate,
     Memory,
+    ModelTotals,
     Rejected,
     SearchResult,
     SetupMemory,
@@ -47,7 +48,6 @@ from rapidformer_templates.switches.auto_strategy.stage_balance import balance_m
 from rapidformer_templates.switches.auto_strategy.step_seconds import predict_seconds
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware
 from rapidformer_templates.switches.auto_strategy.tracing import in_forks
-from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 
 T = TypeVar("T", int, bool)
@@ -342,7 +342,7 @@ class Search:
         return self.environment.local_world_size * max(setup.host, training) * (1 + ALLOWANCE) / GB
 
     def _setup(self, layout: Layout, setting: MemoryOptions) -> SetupMemory:
-        family = replace(layout, micro_batch=1, accumulation=1, recompute="none")
+        family = layout.of_states
         if family not in self._setups:
             self._setups[family] = setup_memory(self.subject.shapes, family, setting)
         return self._setups[family]
@@ -351,7 +351,10 @@ class Search:
         """Return what these workers have too little of, or None."""
         device, node = self.hardware.memory_gb, self.hardware.host_gb
         if self._needed_gb(memory.total) > device:
-            return self._too_large(memory)
+            parts = {name: value for name, value in vars(memory).items() if value and name != "host"}
+            largest = max(parts, key=lambda name: parts[name])
+            what = f"memory: {self._needed_gb(memory.total):.1f} GB per worker of {device:g} GB"
+            return f"{what} ({largest} alone {parts[largest] / GB:.1f} GB)"
         if self._needed_gb(setup.device) > device:
             needed = f"{self._needed_gb(setup.device):.1f} GB per worker of {device:g} GB"
             return f"memory: {needed} to build and load the model"
@@ -363,12 +366,6 @@ class Search:
             in_shares = ", ".join(switch.name for switch in self.registry.switches if switch.builds_in_shares)
             hint = f" (each worker builds the whole model; {in_shares} build it in shares)"
         return f"host memory: {needed_on_node:,.1f} GB needed on a node, {node:,g} GB there{hint}"
-
-    def _too_large(self, memory: Memory) -> str:
-        parts = {name: value for name, value in vars(memory).items() if value and name != "host"}
-        largest = max(parts, key=lambda name: parts[name])
-        what = f"memory: {self._needed_gb(memory.total):.1f} GB per worker of {self.hardware.memory_gb:g} GB"
-        return f"{what} ({largest} alone {parts[largest] / GB:.1f} GB)"
 
     def _verified(self, fitting: list[Candidate], rejected: list[Rejected]) -> list[Candidate]:
         """Sort the candidates, best first.
