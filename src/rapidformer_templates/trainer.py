@@ -42,12 +42,7 @@ from rapidformer_templates.run import configure, inference
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.hooks import Callback, checked_callbacks
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.scripts import (
-    hook,
-    intercept_for_planning,
-    is_planning,
-    note_use,
-)
+from rapidformer_templates.run.scripts import hook, intercept_for_planning, is_planning, note_use
 from rapidformer_templates.run.session import Session, built_on_each_worker, open_session
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.launch import is_worker
@@ -57,9 +52,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def with_errors_in_code(
-    method: Callable[Concatenate[Trainer, P], T],
-) -> Callable[Concatenate[Trainer, P], T]:
+def with_errors_in_code(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenate[Trainer, P], T]:
     """Let the errors of a method speak of arguments if the user gives the flags as arguments."""
 
     @wraps(method)

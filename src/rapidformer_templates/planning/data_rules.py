@@ -8,16 +8,7 @@ from rapidformer_templates.errors import ConfigError, DataError, MistakeCollecto
 from rapidformer_templates.planning.checks import Given, clash, needs
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_values import Interval, mixture_of
-from rapidformer_templates.planning.switch import (
-    Change,
-    Finding,
-    Request,
-    RuleList,
-    Switch,
-    add,
-    drop,
-    replace,
-)
+from rapidformer_templates.planning.switch import Change, Finding, Request, RuleList, Switch, add, drop, replace
 from rapidformer_templates.planning.tasks import TASKS, TaskFacts, tasks_with
 
 DATA_RULES = RuleList()

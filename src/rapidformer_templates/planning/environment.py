@@ -167,13 +167,8 @@ def detect_gpu() -> tuple[int, int] | None:
     query = shutil.which("nvidia-smi")
     if query is None:
         return None
-    answer = subprocess.run(
-        [query, "--query-gpu=compute_cap", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
+    command = [query, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     first = answer.stdout.strip().splitlines()[:1]
     if answer.returncode != 0 or not first:
         return None

@@ -232,7 +232,28 @@ def parse(
         message = f"a file cannot set {name}, which runs code"
         collector.errors.append(ConfigError(message, where=file.pop(name)[1], hint=hint))
     values, replaced = _merged((script, file, command_line), choices(options))
-    config = dataclasses.replace(_assemble(values, switch_options, user, collector), replaced=replaced)
+    remaining = dict(values)
+
+    def build(kind: type) -> Any:
+        chosen = {}
+        for f in dataclasses.fields(kind):
+            if f.name in remaining:
+                value, origin = remaining.pop(f.name)
+                with collector.collect():
+                    chosen[f.name] = checked_value(f, field_types(kind)[f.name], value, origin)
+        return kind(**chosen)
+
+    config = RunConfig(
+        **{name: build(kind) for name, kind in SECTIONS.items()},
+        switches={name: build(kind) for name, kind in switch_options.items()},
+        user=build(user) if user else None,
+        origins={name: origin for name, (_, origin) in values.items()},
+        replaced=replaced,
+    )
+    accepted = [spelling(f.name) for f in itertools.chain.from_iterable(map(dataclasses.fields, options))]
+    for name, (_, origin) in remaining.items():
+        near = flag_hint(name, accepted, as_code)
+        collector.errors.append(UnknownName(f"unknown flag '{name}'", where=origin, hint=near))
     if mistakes is None:
         collector.raise_all()
     return config
@@ -412,33 +433,3 @@ def _list_of_flags(parser: argparse.ArgumentParser) -> str:
 
 
 _FLAG = re.compile("--|-[A-Za-z]")
-
-
-def _assemble(
-    values: Mapping[str, SourcedValue],
-    switch_options: Mapping[str, type],
-    user: type | None,
-    mistakes: MistakeCollector,
-) -> RunConfig:
-    remaining = dict(values)
-
-    def build(options: type) -> Any:
-        chosen = {}
-        for f in dataclasses.fields(options):
-            if f.name in remaining:
-                value, origin = remaining.pop(f.name)
-                with mistakes.collect():
-                    chosen[f.name] = checked_value(f, field_types(options)[f.name], value, origin)
-        return options(**chosen)
-
-    sections = {name: build(options) for name, options in SECTIONS.items()}
-    switches = {name: build(options) for name, options in switch_options.items()}
-    user_values = build(user) if user else None
-    options = (*SECTIONS.values(), *switch_options.values(), *([user] if user else []))
-    accepted = [spelling(f.name) for f in itertools.chain.from_iterable(map(dataclasses.fields, options))]
-    for name, (_, origin) in remaining.items():
-        hint = flag_hint(name, accepted, as_code)
-        mistakes.errors.append(UnknownName(f"unknown flag '{name}'", where=origin, hint=hint))
-    return RunConfig(
-        **sections, switches=switches, user=user_values, origins={n: origin for n, (_, origin) in values.items()}
-    )

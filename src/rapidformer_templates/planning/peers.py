@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from rapidformer_templates.errors import alike
 
@@ -15,8 +15,7 @@ SIMILAR = 0.75
 """How similar two names must be to suggest one for the other: ``tf31`` and ``tf32``, but not ``bf16`` and ``tf32``."""
 
 
-@dataclass(frozen=True)
-class Equivalent:
+class Equivalent(NamedTuple):
     """This library's equivalent of another trainer's flag.
 
     Attributes:

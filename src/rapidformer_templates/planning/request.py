@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rapidformer_templates.errors import ModelError
@@ -48,29 +48,15 @@ def build_request(
     model: ModelFacts | None = None,
 ) -> Request:
     """Gather the facts. With ``model``, the model's ``config.json`` is not read again."""
-    sizes = sizes_of(config, environment, switches)
-    model = model or model_facts(config)
-    active = [s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model)]
-    are_separate = any(switch.copies_differ for switch in active) and any(switch.divides_copies for switch in active)
-    if sizes.divides > 1 or are_separate:
-        active = [switch.in_layout(switch) for switch in active]
-    return Request(config, environment, {switch.name: switch for switch in active}, sizes, model, training)
-
-
-def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Switch]) -> Sizes:
-    """Return the numbers of workers and the batch sizes.
-
-    Sizes that do not divide are rounded down, and a rule reports it. A run by ``--epochs`` does not accumulate, and a
-    user's own loop need not. So without ``--micro-batch-size`` each rank computes its share of the global batch at
-    once.
-    """
+    # Sizes that do not divide are rounded down, and a rule reports it. A run by --epochs does not accumulate, and a
+    # user's own loop need not. So without --micro-batch-size each rank computes its share of the global batch at once.
     divided = {size: config.get(name) for switch in switches for size, name in switch.sizes.items()}
     data = max(1, environment.world_size // math.prod(divided.values()))
     micro, whole = config.data.micro_batch_size, config.data.global_batch_size
     if whole and whole % data == 0 and micro_follows(config):
         micro = whole // data
     whole = whole or micro * data
-    return Sizes(
+    sizes = Sizes(
         world=environment.world_size,
         local_world=environment.local_world_size,
         data=data,
@@ -79,6 +65,12 @@ def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Swi
         accumulation=max(1, whole // (micro * data)),
         **divided,
     )
+    model = model or model_facts(config)
+    active = [s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model)]
+    are_separate = any(switch.copies_differ for switch in active) and any(switch.divides_copies for switch in active)
+    if sizes.divides > 1 or are_separate:
+        active = [switch.in_layout(switch) for switch in active]
+    return Request(config, environment, {switch.name: switch for switch in active}, sizes, model, training)
 
 
 def micro_follows(config: RunConfig) -> bool:

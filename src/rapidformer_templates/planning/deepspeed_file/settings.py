@@ -245,7 +245,27 @@ def deepspeed_settings(request: Request, precision: str) -> dict[str, Json]:
     """
     content = file_of(request).content
     passed = {name: value for name, value in content.items() if name in key_table().passed}
-    merged = _merged(passed, _from_flags(request, precision))
+    sizes = request.sizes
+    from_flags: dict[str, Json] = {
+        "train_batch_size": sizes.global_batch,
+        "train_micro_batch_size_per_gpu": sizes.micro_batch,
+        "gradient_accumulation_steps": sizes.accumulation,
+        "gradient_clipping": request.config.training.clip_grad,
+        "steps_per_print": 2**31,  # this library reports progress and metrics
+        "zero_allow_untested_optimizer": True,  # RF025 refuses those that cannot update shards
+        "zero_force_ds_cpu_optimizer": False,
+        "fp16": {
+            "enabled": precision == "fp16",
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        },
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
+        "zero_optimization": _zero_stage_settings(request),
+    }
+    merged = _merged(passed, from_flags)
     steps = content.get("steps_per_print")
     if isinstance(steps, int) and any(content.get(name) for name in LOUD):
         merged["steps_per_print"] = steps  # the interval at which DeepSpeed prints
@@ -262,30 +282,6 @@ def _merged(content: Section, defaults: Section) -> dict[str, Json]:
         elif value != AUTO and not (value is None and isinstance(default, Mapping)):
             result[name] = value
     return result
-
-
-def _from_flags(request: Request, precision: str) -> dict[str, Json]:
-    """Return the flags as DeepSpeed's configuration."""
-    config, sizes = request.config, request.sizes
-    return {
-        "train_batch_size": sizes.global_batch,
-        "train_micro_batch_size_per_gpu": sizes.micro_batch,
-        "gradient_accumulation_steps": sizes.accumulation,
-        "gradient_clipping": config.training.clip_grad,
-        "steps_per_print": 2**31,  # this library reports progress and metrics
-        "zero_allow_untested_optimizer": True,  # RF025 refuses those that cannot update shards
-        "zero_force_ds_cpu_optimizer": False,
-        "fp16": {
-            "enabled": precision == "fp16",
-            "loss_scale": 0,
-            "initial_scale_power": 16,
-            "loss_scale_window": 2000,
-            "hysteresis": 1,
-            "min_loss_scale": 1,
-        },
-        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
-        "zero_optimization": _zero_stage_settings(request),
-    }
 
 
 def _zero_stage_settings(request: Request) -> dict[str, Json]:

@@ -234,11 +234,7 @@ def layout_to_json(candidate: Candidate, training: TrainingEstimate) -> dict[str
     gigabytes = {name: round(size / GB, 6) for name, size in sizes.items()}
     return {
         **_sizes(candidate.layout),
-        "memory_gb": {
-            **gigabytes,
-            "needed": round(candidate.needed_gb, 3),
-            "node_host": round(candidate.host_gb, 3),
-        },
+        "memory_gb": {**gigabytes, "needed": round(candidate.needed_gb, 3), "node_host": round(candidate.host_gb, 3)},
         "bubble": round(candidate.layout.bubble, 6),
         "communication": round(timing.communication / timing.total, 6),
         "step_seconds": timing.total,
