@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from rapidformer_templates.switches.auto_strategy import search_cache
+from rapidformer_templates.switches.auto_strategy import results
 from tests.support import parity
 from tests.support.worker_pool import (
     FAST_RUNS,
@@ -176,7 +176,7 @@ def is_no_worker() -> Iterator[None]:
 def searches_are_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Give each test its own cache of searches, which no other test and no user has filled."""
     folder = tmp_path_factory.getbasetemp() / f"searches-{uuid.uuid4().hex}"
-    monkeypatch.setattr(search_cache, "cache_folder", lambda: folder)
+    monkeypatch.setattr(results, "cache_folder", lambda: folder)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -42,12 +42,7 @@ from rapidformer_templates.run import configure, inference
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.hooks import Callback, checked_callbacks
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.scripts import (
-    hook,
-    intercept_for_planning,
-    is_planning,
-    note_use,
-)
+from rapidformer_templates.run.scripts import hook, intercept_for_planning, is_planning, note_use
 from rapidformer_templates.run.session import Session, built_on_each_worker, open_session
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.launch import is_worker
@@ -57,9 +52,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def with_errors_in_code(
-    method: Callable[Concatenate[Trainer, P], T],
-) -> Callable[Concatenate[Trainer, P], T]:
+def with_errors_in_code(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenate[Trainer, P], T]:
     """Let the errors of a method speak of arguments if the user gives the flags as arguments."""
 
     @wraps(method)
@@ -526,12 +519,11 @@ def compose(
             accepted = OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ()
             for name in sorted(OF_THE_OPTIMIZER.difference(accepted)):
                 if name in template.config.origins:
-                    raise ConfigError(
-                        f"{spelling(name)} has nothing to act on: the optimizer brings its own options",
-                        where=template.config.origin(name),
-                        hint="leave it out and give the optimizer that option"
-                        + (", or give the optimizer's class" if name in OF_A_CLASS else ", or leave out the optimizer"),
+                    message = f"{spelling(name)} has nothing to act on: the optimizer brings its own options"
+                    hint = "leave it out and give the optimizer that option" + (
+                        ", or give the optimizer's class" if name in OF_A_CLASS else ", or leave out the optimizer"
                     )
+                    raise ConfigError(message, where=template.config.origin(name), hint=hint)
         steps = template.config.training.train_iters
         total = steps if isinstance(steps, int) else None
         return open_session(template, None if schedule is None else as_schedule(schedule, total), example)

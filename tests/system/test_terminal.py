@@ -16,8 +16,7 @@ from rich.table import Table
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.switches.auto_strategy import command
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.results import Rejected, SearchResult
-from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
+from rapidformer_templates.switches.auto_strategy.results import ModelTotals, Rejected, SearchResult
 from rapidformer_templates.system.terminal import ProgressBar, console
 from tests.support.lines import FLAGS, Line
 from tests.support.messages import Says

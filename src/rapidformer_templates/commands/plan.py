@@ -29,7 +29,7 @@ from rapidformer_templates.planning.resolve import choose_template, resolve, wit
 from rapidformer_templates.run import scripts
 from rapidformer_templates.run.early_checks import check_metric
 from rapidformer_templates.switches.auto_strategy.device_file import read_device_file
-from rapidformer_templates.switches.auto_strategy.whole_training import TrainingTerms
+from rapidformer_templates.switches.auto_strategy.results import TrainingTerms
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:

@@ -105,29 +105,6 @@ class Index:
                     inside = tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, offset, strict=True))
                     yield whole, part[inside]
 
-    def start_of_run(self, shape: Sequence[int]) -> int | None:
-        """Return where the local part begins in the flattened whole tensor. None if it is not a run of whole rows."""
-        if not self.boxes:
-            return 0
-        first, *others = self.boxes
-        if others or first.shape[1:] != tuple(shape[1:]):
-            return None
-        return first.offset[0] * math.prod(shape[1:])
-
-    def parts_in_run(
-        self, shape: Sequence[int], start: int, run: torch.Tensor
-    ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """Yield (position in the local part, values) for each box that the local part shares with a run of the whole.
-
-        Args:
-            shape: shape of the whole tensor.
-            start: first element of the run.
-            run: the values of the run. Those that are yielded are views of it.
-        """
-        swapped = [Box(tuple(of.start for of in box.local), box.shape, box.whole) for box in self.boxes]
-        for offset, values in Index(swapped, tuple(shape), start).parts(run):
-            yield tuple(slice(o, o + s) for o, s in zip(offset, values.shape, strict=True)), values
-
 
 def local_boxes(tensor: torch.Tensor) -> list[Box]:
     """Return the boxes of a tensor that this rank holds: one for a plain tensor, none for an empty shard.
@@ -217,17 +194,12 @@ def _share(segments: Segments, parts: int, size: int, rank: int) -> Iterator[tup
         length = total // parts
         step = math.ceil(length / size)
         begin, end = min(rank * step, length), min((rank + 1) * step, length)
-        yield from _between(segments, part * length + begin, part * length + end)
-
-
-def _between(segments: Segments, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of ``segments`` between the positions ``begin`` and ``end`` of their concatenation."""
-    at = 0
-    for start, length in segments:
-        low, high = max(begin, at), min(end, at + length)
-        if low < high:
-            yield start + low - at, high - low
-        at += length
+        at = -part * length  # where the next segment begins in this part
+        for start, count in segments:
+            low, high = max(begin, at), min(end, at + count)
+            if low < high:
+                yield start + low - at, high - low
+            at += count
 
 
 def boxes_of_run(shape: Sequence[int], start: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -330,12 +302,17 @@ def _in_share(
 ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
     """Yield (position in the part, values) for each box that a part has in common with the share of a worker."""
     start, end = min(worker * count, total), min((worker + 1) * count, total)
-    return index.parts_in_run(shape, start, torch.empty(end - start, device="meta"))
+    swapped = [Box(tuple(of.start for of in box.local), box.shape, box.whole) for box in index.boxes]
+    for offset, values in Index(swapped, shape, start).parts(torch.empty(end - start, device="meta")):
+        yield tuple(slice(o, o + s) for o, s in zip(offset, values.shape, strict=True)), values
 
 
 @lru_cache(maxsize=256)
 def starts_in_file(shape: tuple[int, ...], parts: Parts) -> Sequence[int] | None:
     """Return where each worker's part begins in the flattened tensor. None if a part is not a run of whole rows."""
-    starts = [parts.index(shape, worker).start_of_run(shape) for worker in range(len(parts.ranks))]
-    known = [start for start in starts if start is not None]
-    return known if len(known) == len(starts) else None
+    starts = []
+    for boxes in (parts.index(shape, worker).boxes for worker in range(len(parts.ranks))):
+        if len(boxes) > 1 or (boxes and boxes[0].shape[1:] != shape[1:]):
+            return None
+        starts.append(boxes[0].offset[0] * math.prod(shape[1:]) if boxes else 0)
+    return starts

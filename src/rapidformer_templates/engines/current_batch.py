@@ -75,11 +75,8 @@ def add_noise(model: nn.Module, alpha: float, seed: int) -> None:
     """
     reader = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if reader is None or reader.config.is_encoder_decoder:
-        raise ModelError(
-            f"{type(reader or model).__name__} is not a transformers model that reads one sequence",
-            where=FLAG,
-            hint="leave it out",
-        )
+        message = f"{type(reader or model).__name__} is not a transformers model that reads one sequence"
+        raise ModelError(message, where=FLAG, hint="leave it out")
     embeddings: Any = reader.get_input_embeddings()
     embeddings.register_forward_hook(partial(_add_noise, alpha, seed))
     reader.register_forward_hook(_check)
@@ -92,12 +89,11 @@ def _add_noise(alpha: float, seed: int, module: nn.Module, inputs: object, outpu
     rows, tokens, features = output.shape
     mask = torch.ones(rows, tokens, device=output.device) if current.mask is None else current.mask
     if mask.shape != (rows, tokens) or len(current.positions) != rows:
-        raise ModelError(
+        message = (
             f"the embeddings have {rows} rows × {tokens} tokens, but the batch has {len(current.positions)} "
-            f"samples and a mask of {' × '.join(map(str, mask.shape))}",
-            where=FLAG,
-            hint="noise needs batches with one row per sample; leave it out",
+            f"samples and a mask of {' × '.join(map(str, mask.shape))}"
         )
+        raise ModelError(message, where=FLAG, hint="noise needs batches with one row per sample; leave it out")
     current.is_noisy = True
     share = uniform(keys_of(current.positions, seed).to(output.device, non_blocking=True), mask, features)
     lengths = mask.sum(dim=1).clamp(min=1)
@@ -108,9 +104,8 @@ def _add_noise(alpha: float, seed: int, module: nn.Module, inputs: object, outpu
 def _check(model: nn.Module, inputs: object, output: object) -> None:
     current = _noisy_batch.get()
     if current is not None and model.training and not current.is_noisy:
-        raise ModelError(
-            f"{type(model).__name__} does not call its input embeddings", where=FLAG, hint="give it input_ids"
-        )
+        message = f"{type(model).__name__} does not call its input embeddings"
+        raise ModelError(message, where=FLAG, hint="give it input_ids")
 
 
 def keys_of(positions: Sequence[int], seed: int) -> torch.Tensor:
@@ -154,24 +149,6 @@ def _shifted(bits: torch.Tensor, places: int) -> torch.Tensor:
 MASK, POSITIONS = "attention_mask", "position_ids"
 
 
-class _InspectedTensor:
-    """A tensor of the batch, and the host's answer about it."""
-
-    def __init__(self, tensor: torch.Tensor, answer: bool) -> None:
-        self._tensor = tensor
-        self._version = tensor._version
-        self.answer = answer
-
-    def has_values_of(self, other: torch.Tensor) -> bool:
-        """Whether ``other`` has the inspected values: it is the same tensor, or a view of all of it."""
-        same = other is self._tensor or (
-            (other.dtype, other.device.type) == (self._tensor.dtype, self._tensor.device.type)
-            and other.device.type != "meta"
-            and other.is_set_to(self._tensor)
-        )
-        return same and self._tensor._version == self._version
-
-
 class _InspectedBatch:
     """The micro batch that the model is processing.
 
@@ -181,18 +158,24 @@ class _InspectedBatch:
     """
 
     def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
-        self._inspected: dict[str, _InspectedTensor] = {}
+        self._inspected: dict[str, tuple[torch.Tensor, int, bool]] = {}  # each with its version and the answer
         for name, answer in microbatch.mask_facts.items():
             tensor = field_of(batch, name)
             if tensor is not None:
-                self._inspected[name] = _InspectedTensor(tensor, answer)
+                self._inspected[name] = tensor, tensor._version, answer
         self.derived_masks: list[tuple[torch.Tensor, bool]] = []
         self.with_positions: list[bool] = []
 
     def answer_for(self, name: str, tensor: torch.Tensor) -> bool | None:
-        """Return the host's answer about a tensor, or None if the host has not inspected it."""
-        inspected = self._inspected.get(name)
-        return inspected.answer if inspected and inspected.has_values_of(tensor) else None
+        """Return the host's answer about a tensor, or None if the host has not inspected its values.
+
+        A tensor has inspected values if it is that tensor, or a view of all of it.
+        """
+        if name not in self._inspected:
+            return None
+        own, version, answer = self._inspected[name]
+        is_on_same = (tensor.dtype, tensor.device.type) == (own.dtype, own.device.type) and own.device.type != "meta"
+        return answer if own._version == version and (tensor is own or (is_on_same and tensor.is_set_to(own))) else None
 
 
 _batch_variable: ContextVar[_InspectedBatch | None] = ContextVar("micro batch", default=None)

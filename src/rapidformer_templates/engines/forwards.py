@@ -19,14 +19,8 @@ from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.process_state import capture, restore
 from rapidformer_templates.system.workers import unexpanded
 
-PRODUCTS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten._grouped_mm.default,
-        torch.ops.aten.convolution.default,
-    }
-)
+_aten = torch.ops.aten
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default, _aten.convolution.default})
 """Products with weights. Attention's products of two activations are batched ones or a fused kernel."""
 
 ContextFunction = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
@@ -63,11 +57,9 @@ class Checkpointed:
         if not self.enabled or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-            raise ModelError(
-                "a block gets a cache of keys and values, which a second forward would extend again",
-                where=self.flag,
-                hint="set use_cache to False in the model's config, or leave the flag out",
-            )
+            message = "a block gets a cache of keys and values, which a second forward would extend again"
+            hint = "set use_cache to False in the model's config, or leave the flag out"
+            raise ModelError(message, where=self.flag, hint=hint)
         forward = _CountsOnce(self.forward, self.norms) if self.norms else self.forward
         output: object = checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
         if not torch.compiler.is_compiling():

@@ -77,7 +77,8 @@ class _Operations(TorchDispatchMode):
             divided = self._without_exchange(func, args, kwargs)
             if divided is not None:
                 return divided
-            if _returns_view(func):
+            aliases = [returned.alias_info for returned in func._schema.returns]
+            if aliases and all(alias is not None and not alias.is_write for alias in aliases):  # it only returns views
                 return self._view(func, args, kwargs, tensors)
             if func.overloadpacket in OVERWRITES and model.overwrite(args[0]):
                 model.use(tensors)  # the source of a copy
@@ -149,12 +150,6 @@ def _tensors_in(arguments: Iterable[object]) -> list[torch.Tensor]:
         elif isinstance(argument, (list, tuple)):
             tensors += (element for element in argument if isinstance(element, torch.Tensor))
     return tensors
-
-
-def _returns_view(func: OpOverload) -> bool:
-    """Return whether an operation returns views of its arguments and does nothing else."""
-    aliases = [returned.alias_info for returned in func._schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

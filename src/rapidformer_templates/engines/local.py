@@ -18,48 +18,17 @@ from torch.nn.utils import get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
+from rapidformer_templates.engines import backwards, optimizer_state
+from rapidformer_templates.engines import shards as sharding
 from rapidformer_templates.engines.assembly import Assembly
-from rapidformer_templates.engines.backwards import (
-    UNLIMITED,
-    WHOLE_WEIGHTS,
-    checked_backwards,
-    reached_parameters,
-    sum_with_unused,
-    until_first_backward,
-    with_unused_parameters,
-)
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.current_batch import mask_answers, rows_of, watch_positions
 from rapidformer_templates.engines.forwards import preserve_state, restored_buffers
 from rapidformer_templates.engines.gather_on_use import divided_construction
 from rapidformer_templates.engines.loss import Recorder, loss_and_count
-from rapidformer_templates.engines.optimizer_state import (
-    HostOptimizer,
-    WeightAverage,
-    exchange_with_average,
-    is_in_host_memory,
-    load_optimizer,
-    optimizer_shards,
-    record_initial_values,
-    state_tensors,
-)
-from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule, trained_parameters
-from rapidformer_templates.engines.shards import (
-    Copies,
-    Shard,
-    ShardKind,
-    StateReader,
-    check_names,
-    gather_whole,
-    global_norm,
-    load_weights,
-    local_part,
-    model_shards,
-    named_tensors,
-    send_first_values,
-    shard_of,
-)
+from rapidformer_templates.engines.optimizer_state import is_in_host_memory
+from rapidformer_templates.engines.recipe import Differing, OptimizerSpec, name_of_rule, trained_parameters
 from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.planning.plan import Plan
@@ -93,7 +62,7 @@ class SingleEngine:
     needs_zero_gradients = False  # whether even a batch without targets must produce gradients
     _divides_gradients = False  # whether a worker has only a part of the gradients after the exchange
     _adds_norms_in_fp64 = False  # see global_norm
-    _derivatives_in_loss = UNLIMITED
+    _derivatives_in_loss = backwards.UNLIMITED
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         self.workers = workers
@@ -110,9 +79,12 @@ class SingleEngine:
         self._callable: nn.Module  # the model that compute_loss receives
         self._parameters: list[nn.Parameter]
         self._frozen: list[nn.Parameter]
-        self._updated_shards: Mapping[torch.Tensor, Shard]  # the shard of each tensor that the optimizer updates
+        self._updated_shards: Mapping[
+            torch.Tensor, sharding.Shard
+        ]  # the shard of each tensor that the optimizer updates
         self._lr_factor = 1.0
         self.monitor: StepMonitor | None = None  # None if the host waits for the device
+        self._accumulates = plan.sizes.accumulation > 1
         self._builds_in_shares = plan.builds_in_shares
         self._construction: ModelUnderConstruction | None = None
 
@@ -142,7 +114,7 @@ class SingleEngine:
         self._callable = self._distribute()
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        record_initial_values(self.optimizer)
+        optimizer_state.record_initial_values(self.optimizer)
         if self._supports_async_step():
             self.monitor = StepMonitor(self.workers.device)
             watch_positions(self.model)
@@ -158,8 +130,8 @@ class SingleEngine:
         self._parameters = [parameter for _, parameter in trained]
         self.optimizer = self._build_optimizer(recipe, trained, differing)
         self._updated_shards = {
-            tensor: shard_of(tensor, name, self.assembly, self.workers)
-            for name, tensor in named_tensors(self.assembly).items()
+            tensor: sharding.shard_of(tensor, name, self.assembly, self.workers)
+            for name, tensor in sharding.named_tensors(self.assembly).items()
             if tensor.requires_grad
         }
 
@@ -182,17 +154,17 @@ class SingleEngine:
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         return can_skip and accelerator.is_asynchronous(self.workers.device)
 
-    def _build_optimizer(
-        self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, object]]
-    ) -> torch.optim.Optimizer:
+    def _build_optimizer(self, recipe: OptimizerSpec, trainable: Named, differing: Differing) -> torch.optim.Optimizer:
         if self.offloads and not is_in_host_memory(self.workers.device):
-            return HostOptimizer(recipe, trainable, differing)
+            return optimizer_state.HostOptimizer(recipe, trainable, differing)
         return recipe.build(trainable, differing)
 
     @property
     def update_rule(self) -> type[torch.optim.Optimizer]:
         """The optimizer class that computes the updates, regardless of where its state is stored."""
-        return type(self.optimizer.inner if isinstance(self.optimizer, HostOptimizer) else self.optimizer)
+        return type(
+            self.optimizer.inner if isinstance(self.optimizer, optimizer_state.HostOptimizer) else self.optimizer
+        )
 
     def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         """Context for the forward and backward of a micro batch. The last one exchanges gradients."""
@@ -216,11 +188,9 @@ class SingleEngine:
         if self.assembly.losses:
             self.assembly.losses.begin_step(microbatches, self.workers)
         if any(parameter.requires_grad for parameter in self._frozen):
-            raise RapidformerError(
-                "a parameter that was frozen when the optimizer was built requires a gradient now",
-                where="requires_grad_(True)",
-                hint="leave it trained in build_model, and freeze it in on_train_start for the first steps",
-            )
+            message = "a parameter that was frozen when the optimizer was built requires a gradient now"
+            hint = "leave it trained in build_model, and freeze it in on_train_start for the first steps"
+            raise RapidformerError(message, where="requires_grad_(True)", hint=hint)
         self.drop()
 
     @final
@@ -261,7 +231,7 @@ class SingleEngine:
 
         The exchange of the losses also finds parameters that received no gradient on any worker.
         """
-        total, unused = sum_with_unused(
+        total, unused = backwards.sum_with_unused(
             total, self._unused_here(), len(self._parameters), self.workers, on_host=self.monitor is not None
         )
         self._drop_unused(unused)
@@ -307,7 +277,7 @@ class SingleEngine:
 
     def _multiply_gradients(self, factor: torch.Tensor) -> None:
         """Multiply this worker's parts of the gradients. Operations on whole DTensors are first planned in Python."""
-        if gradients := [local_part(p.grad) for p in self._parameters if p.grad is not None]:
+        if gradients := [sharding.local_part(p.grad) for p in self._parameters if p.grad is not None]:
             torch._foreach_mul_(gradients, factor)
 
     def _iter_update_chunks(self) -> Iterator[None]:
@@ -322,7 +292,7 @@ class SingleEngine:
         return {
             "parameters": list(self.model.parameters()),
             "gradients": self._gradients(),
-            "optimizer": state_tensors(self.optimizer),
+            "optimizer": optimizer_state.state_tensors(self.optimizer),
         }
 
     def drop(self) -> None:
@@ -360,7 +330,7 @@ class SingleEngine:
 
     def _checked_backwards(self) -> AbstractContextManager[None]:
         limit = min(self._derivatives_in_loss, self.assembly.derivatives_in_loss)
-        return checked_backwards(self._parameters_in_graph, limit)
+        return backwards.checked_backwards(self._parameters_in_graph, limit)
 
     @final
     def check_loss(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
@@ -370,14 +340,11 @@ class SingleEngine:
             RapidformerError: it uses parameters that the model does not have, or has only for the forward of a module.
         """
         wrong = set(map(id, self._wrong_leaves())) if self.micro_steps == 0 else set()
-        if wrong and not wrong.isdisjoint(map(id, reached_parameters(loss))):
-            raise RapidformerError(
-                "the loss uses a parameter outside of the forward of its module, where a worker has only its part",
-                where="compute_loss(model, batch)",
-                hint=WHOLE_WEIGHTS,
-            )
+        if wrong and not wrong.isdisjoint(map(id, backwards.reached_parameters(loss))):
+            message = "the loss uses a parameter outside of the forward of its module, where a worker has only its part"
+            raise RapidformerError(message, where="compute_loss(model, batch)", hint=backwards.WHOLE_WEIGHTS)
         if microbatch.targets == 0 and not microbatch.idle:
-            self._fill_zero_gradients(reached_parameters(loss))
+            self._fill_zero_gradients(backwards.reached_parameters(loss))
 
     def _wrong_leaves(self) -> Iterable[torch.Tensor]:
         """Return parameters that a loss must not use: those of ``build_model`` that the run has replaced."""
@@ -410,21 +377,21 @@ class SingleEngine:
         """Return the global norm of the gradient, without the loss scale."""
         if self._divides_gradients:
             gradients = [(self._norm_copies.get(tensor), gradient) for tensor, gradient in self._local_gradients()]
-            norm = global_norm(gradients, self.workers, in_fp64=self._adds_norms_in_fp64)
+            norm = sharding.global_norm(gradients, self.workers, in_fp64=self._adds_norms_in_fp64)
         else:
             norm = get_total_norm(self._gradients())
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _local_gradients(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each updated tensor that has a gradient, with this worker's part of the gradient."""
-        return ((p, local_part(p.grad)) for p in self._parameters if p.grad is not None)
+        return ((p, sharding.local_part(p.grad)) for p in self._parameters if p.grad is not None)
 
-    def _gradient_copies(self, shard: Shard) -> Copies:
+    def _gradient_copies(self, shard: sharding.Shard) -> sharding.Copies:
         """Return the workers that have the same gradient for an updated shard after the exchange."""
         return shard.copies
 
     @cached_property
-    def _norm_copies(self) -> Mapping[torch.Tensor, Copies]:
+    def _norm_copies(self) -> Mapping[torch.Tensor, sharding.Copies]:
         """The updated tensors whose gradients this worker counts in the global norm, with the copies of each gradient.
 
         It is computed once, because a step of a small model would take longer to build shards than to add norms.
@@ -457,15 +424,15 @@ class SingleEngine:
 
         It ends at the first backward that the loss runs itself.
         """
-        with preserve_state(self.model), self.precision(), until_first_backward(self._parameters_in_graph):
+        with preserve_state(self.model), self.precision(), backwards.until_first_backward(self._parameters_in_graph):
             yield self.model
 
-    _weight_average: WeightAverage | None = None
+    _weight_average: optimizer_state.WeightAverage | None = None
 
     @final
     def keep_average(self, decay: float) -> None:
         """Keep an exponential moving average of the weights from the next step on. Call this after :meth:`setup`."""
-        self._weight_average = WeightAverage(self.optimizer, decay)
+        self._weight_average = optimizer_state.WeightAverage(self.optimizer, decay)
 
     @final
     @contextmanager
@@ -482,17 +449,17 @@ class SingleEngine:
     def _exchange_averages(self) -> None:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                exchange_with_average(parameter, self.optimizer.state.get(parameter, {}))
+                optimizer_state.exchange_with_average(parameter, self.optimizer.state.get(parameter, {}))
         self._weights_were_set()
 
     def _weights_were_set(self) -> None:
         """Send updated values to all workers that hold copies of them, after the weights were replaced."""
 
-    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+    def shards(self, kind: sharding.ShardKind) -> Iterator[sharding.Shard]:
         if kind == "weights":
-            yield from model_shards(self.assembly, self.workers).values()
+            yield from sharding.model_shards(self.assembly, self.workers).values()
         elif kind == "optimizer":
-            yield from optimizer_shards(self._updated_shards, self.optimizer)
+            yield from optimizer_state.optimizer_shards(self._updated_shards, self.optimizer)
         else:
             for tensor, gradient in self._local_gradients():
                 shard = self._updated_shards[tensor]
@@ -502,11 +469,11 @@ class SingleEngine:
     def gradient_scale(self) -> float | torch.Tensor:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def load(self, reader: StateReader, *, optimizer: bool) -> None:
-        check_names(self.assembly, reader, self.workers, optimizer=optimizer)
+    def load(self, reader: sharding.StateReader, *, optimizer: bool) -> None:
+        sharding.check_names(self.assembly, reader, self.workers, optimizer=optimizer)
         if optimizer:
-            load_optimizer(self._updated_shards, self.optimizer, reader)
-        load_weights(self.shards("weights"), reader)
+            optimizer_state.load_optimizer(self._updated_shards, self.optimizer, reader)
+        sharding.load_weights(self.shards("weights"), reader)
 
     def state(self) -> dict[str, Any]:
         scale = {"loss_scale": self.loss_scale.state()} if self.loss_scale else {}
@@ -517,7 +484,7 @@ class SingleEngine:
             self.loss_scale.load_state(state["loss_scale"])
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return gather_whole(self.shards("weights"), self.workers)
+        return sharding.gather_whole(self.shards("weights"), self.workers)
 
 
 class DDPEngine(SingleEngine):
@@ -529,13 +496,9 @@ class DDPEngine(SingleEngine):
 
     _unused: Sequence[int] = ()
 
-    def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
-        super().__init__(plan, workers, clip_grad=clip_grad)
-        self._accumulates = plan.sizes.accumulation > 1
-
     def _distribute(self) -> nn.Module:
         device = self.workers.device
-        send_first_values(self.model, self.workers)
+        sharding.send_first_values(self.model, self.workers)
         ddp = DistributedDataParallel(
             self.model,
             device_ids=[device.index] if accelerator.is_asynchronous(device) else None,
@@ -576,7 +539,7 @@ class DDPEngine(SingleEngine):
         frozen = [p for p in self._parameters if not p.requires_grad]  # since DDP has wrapped the model
         for parameter in frozen:
             parameter.requires_grad_(True)  # the graph must reach it
-        loss = with_unused_parameters(loss, self._parameters, then=self._find_unused)
+        loss = backwards.with_unused_parameters(loss, self._parameters, then=self._find_unused)
         for parameter in frozen:
             parameter.requires_grad_(False)
         super()._backward(loss)

@@ -49,17 +49,12 @@ def weighted_loss(
     loss, count = loss_and_count(result)
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(result).__name__
-        raise RapidformerError(
-            f"compute_loss returned {what}",
-            where="compute_loss(model, batch)",
-            hint="return the mean loss as a scalar tensor, or (sum, number of targets)",
-        )
+        hint = "return the mean loss as a scalar tensor, or (sum, number of targets)"
+        raise RapidformerError(f"compute_loss returned {what}", where="compute_loss(model, batch)", hint=hint)
     if torch.is_grad_enabled() and not loss.requires_grad:
-        raise RapidformerError(
-            "compute_loss returned a loss that does not depend on the trained parameters",
-            where="compute_loss(model, batch)",
-            hint="compute it from the model's output without .detach(), .item() or torch.no_grad()",
-        )
+        message = "compute_loss returned a loss that does not depend on the trained parameters"
+        hint = "compute it from the model's output without .detach(), .item() or torch.no_grad()"
+        raise RapidformerError(message, where="compute_loss(model, batch)", hint=hint)
     if count is None:
         weight *= microbatch.targets
         return loss if weight == 1.0 else loss * weight
@@ -94,11 +89,9 @@ def differs(count: Any, microbatch: MicroBatch) -> Any:
 
 def wrong_count_error(count: float, microbatch: MicroBatch) -> RapidformerError:
     """Return the error for a hook whose count of targets differs from ``count_targets``."""
-    return RapidformerError(
-        f"compute_loss summed over {count:g} targets, count_targets counted {microbatch.targets:g}",
-        where=f"samples {list(microbatch.samples)[:8]}",
-        hint="override count_targets(batch) so that both counts are the same",
-    )
+    message = f"compute_loss summed over {count:g} targets, count_targets counted {microbatch.targets:g}"
+    hint = "override count_targets(batch) so that both counts are the same"
+    return RapidformerError(message, where=f"samples {list(microbatch.samples)[:8]}", hint=hint)
 
 
 def _zero_loss(result: object, output: object, zeros: bool) -> torch.Tensor:
@@ -107,9 +100,8 @@ def _zero_loss(result: object, output: object, zeros: bool) -> torch.Tensor:
     It depends neither on the loss (0/0 without a target) nor on the model output (which may be infinite).
     """
     loss, _ = loss_and_count(result)
-    has_graph = (
-        isinstance(loss, torch.Tensor) and loss.requires_grad
-    )  # false if a hook itself handles a batch without targets
+    # False if a hook itself handles a batch without targets.
+    has_graph = isinstance(loss, torch.Tensor) and loss.requires_grad
     sources = [loss] if has_graph and not zeros else _outputs(output)
     nothing: torch.Tensor = _Nothing.apply(zeros, *sources) if sources else torch.zeros((), requires_grad=True)
     return nothing

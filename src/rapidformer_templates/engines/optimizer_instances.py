@@ -50,44 +50,35 @@ def as_recipe(
         return _recipe_of(optimizer, model)
     if callable(optimizer):
         return OptimizerSpec(optimizer)
-    raise ConfigError(f"the optimizer is of type {type(optimizer).__name__}", where=WHERE, hint=AS_RECIPE)
+    raise _error(f"the optimizer is of type {type(optimizer).__name__}")
+
+
+def _error(message: str, hint: str = AS_RECIPE) -> ConfigError:
+    return ConfigError(message, where=WHERE, hint=hint)
 
 
 def _recipe_of(optimizer: Optimizer, model: object) -> OptimizerSpec:
     """Build a recipe from the class of an optimizer, its options, and the group options of each parameter by name."""
-    kind = type(optimizer)
+    kind, the_optimizer = type(optimizer), f"the {type(optimizer).__name__}"
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"the {kind.__name__} was made for the parameters of an unknown model", where=WHERE,
-            hint="pass the model itself with it, not a function that builds one; or " + AS_RECIPE,
-        )  # fmt: skip
+        hint = "pass the model itself with it, not a function that builds one; or " + AS_RECIPE
+        raise _error(f"{the_optimizer} was made for the parameters of an unknown model", hint)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise ConfigError(
-            f"the {kind.__name__} has hooks around its step, which would be lost when it is built again", where=WHERE,
-            hint="do what they do before and after session.step(…)",
-        )  # fmt: skip
-    names, known_values = _constructor_options(kind), {**vars(optimizer), **optimizer.defaults}
-    missing = [name for name in names if name not in known_values]
-    if missing:
-        raise ConfigError(f"cannot tell the {', '.join(missing)} of the {kind.__name__}", where=WHERE, hint=AS_RECIPE)
-    recipe = OptimizerSpec(kind, {name: known_values[name] for name in names}, _options_by_name(optimizer, model))
-    _check_rebuilds(optimizer, recipe, model)
-    return recipe
-
-
-def _constructor_options(kind: type[Optimizer]) -> list[str]:
-    """Return the options of a class. Options that its constructor passes on as keywords belong to the base class."""
+        message = f"{the_optimizer} has hooks around its step, which would be lost when it is built again"
+        raise _error(message, "do what they do before and after session.step(…)")
+    # Options that a constructor passes on as keywords belong to the base class.
     names: list[str] = []
-    for base in kind.__mro__[: kind.__mro__.index(Optimizer)]:
-        if "__init__" not in vars(base):
-            continue
-        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[
-            2:
-        ]  # without self and the groups
+    for base in (base for base in kind.__mro__[: kind.__mro__.index(Optimizer)] if "__init__" in vars(base)):
+        _, _, *parameters = inspect.signature(vars(base)["__init__"]).parameters.values()  # self, the groups, options
         names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return names
+    known_values = {**vars(optimizer), **optimizer.defaults}
+    if missing := [name for name in names if name not in known_values]:
+        raise _error(f"cannot tell the {', '.join(missing)} of {the_optimizer}")
+    recipe = OptimizerSpec(kind, {name: known_values[name] for name in names}, _options_by_name(optimizer, model))
+    _check_rebuilds(optimizer, recipe, model)
+    return recipe
 
 
 def _check_rebuilds(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Module) -> None:
@@ -96,19 +87,20 @@ def _check_rebuilds(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Modul
     Raises:
         ConfigError: the optimizer cannot be built again, or differs in an option.
     """
-    name = type(optimizer).__name__
+    name, trained = type(optimizer).__name__, trained_parameters(model)
     hint = f"give a function that makes it: lambda groups: {name}(groups, …), with all of its options"
-    trained = trained_parameters(model)
     try:
         again = recipe.build(trained, recipe.differences(trained))
     except Exception as error:  # from a user's own class
         message = f"the {name} cannot be built again with {', '.join(recipe.kwargs) or 'no options'}: {error}"
-        raise ConfigError(message, where=WHERE, hint=hint) from error
-    if not _same_state(optimizer, again):
-        raise ConfigError(
-            f"the {name} has already made steps, and its state cannot be divided", where=WHERE,
-            hint="compose before the first step; session.load() restores what session.save() has written",
-        )  # fmt: skip
+        raise _error(message, hint) from error
+    for parameter, state in optimizer.state.items():
+        initial = again.state.get(parameter, {}) if parameter.requires_grad else state
+        if initial.keys() != state.keys() or not all(_equal(value, initial[key]) for key, value in state.items()):
+            message = f"the {name} has already made steps, and its state cannot be divided"
+            raise _error(
+                message, "compose before the first step; session.load() restores what session.save() has written"
+            )
     of_groups = {id(parameter): group for group in again.param_groups for parameter in group["params"]}
     plain = {key: v for key, v in vars(optimizer).items() if key[0] != "_" and isinstance(v, int | float | str)}
     pairs = [(optimizer.defaults, again.defaults), (plain, vars(again))] + [
@@ -121,18 +113,7 @@ def _check_rebuilds(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Modul
         for option, value in original.items():
             if option not in rebuilt or not _equal(rebuilt[option], value):
                 became = f"became {rebuilt[option]}" if option in rebuilt else "was lost"
-                raise ConfigError(
-                    f"{option}={value} of the {name} {became} when it was built again", where=WHERE, hint=hint
-                )
-
-
-def _same_state(optimizer: Optimizer, fresh: Optimizer) -> bool:
-    """Whether an optimizer still has its initial state. Most start without state, Adagrad starts with sums."""
-    for parameter, state in optimizer.state.items():
-        initial = fresh.state.get(parameter, {}) if parameter.requires_grad else state
-        if initial.keys() != state.keys() or not all(_equal(value, initial[key]) for key, value in state.items()):
-            return False
-    return True
+                raise _error(f"{option}={value} of the {name} {became} when it was built again", hint)
 
 
 def _options_of(group: Mapping[str, object]) -> dict[str, object]:
@@ -151,25 +132,20 @@ def _equal(one: object, other: object) -> bool:
 
 def _options_by_name(optimizer: Optimizer, model: nn.Module) -> GroupOptions:
     """Map parameter names to the options in which their group differs from the optimizer's defaults."""
+    kind, defaults = type(optimizer).__name__, optimizer.defaults
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     different: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
-        defaults = optimizer.defaults
         differing = {k: v for k, v in _options_of(group).items() if k not in defaults or not _equal(v, defaults[k])}
         for parameter in group["params"]:
             if id(parameter) not in names:
-                raise ConfigError(
-                    f"the {type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that the model "
-                    "does not have", where=WHERE, hint="build the optimizer from the parameters of this model",
-                )  # fmt: skip
+                message = f"the {kind} has a parameter of shape {tuple(parameter.shape)} that the model does not have"
+                raise _error(message, "build the optimizer from the parameters of this model")
             different[names[id(parameter)]] = differing
-    left_out = [name for name, _ in trained_parameters(model) if name not in different]
-    if left_out:
-        raise ConfigError(
-            f"the {type(optimizer).__name__} leaves out {len(left_out)} parameters that require a gradient: "
-            f"{', '.join(left_out[:6])}", where=WHERE,
-            hint="set requires_grad = False for parameters that should not be trained",
-        )  # fmt: skip
+    if left_out := [name for name, _ in trained_parameters(model) if name not in different]:
+        some = f"{len(left_out)} parameters that require a gradient: {', '.join(left_out[:6])}"
+        hint = "set requires_grad = False for parameters that should not be trained"
+        raise _error(f"the {kind} leaves out {some}", hint)
     return lambda name, parameter: different.get(name, {})  # parameters that a switch adds use the defaults
 
 
@@ -186,10 +162,8 @@ def as_schedule(schedule: Schedule | LRScheduler, steps: int | None) -> Schedule
     if not isinstance(schedule, LRScheduler):
         return schedule
     if isinstance(schedule, ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau depends on a metric, not on the step", where="schedule",
-            hint="give the share of each step: session.step(batches, share=…)",
-        )  # fmt: skip
+        hint = "give the share of each step: session.step(batches, share=…)"
+        raise ConfigError("ReduceLROnPlateau depends on a metric, not on the step", where="schedule", hint=hint)
     share = _RecordedScales(schedule)
     share(min(steps or 2, AHEAD) - 1)
     return share
@@ -200,26 +174,21 @@ class _RecordedScales:
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler, self._groups = scheduler, scheduler.optimizer.param_groups
-        self._name = type(scheduler).__name__
-        self._initial_options = self._other_options()
+        self._initial_options = [dict(group) for group in self._groups]
         self._scales = [self._current_scale()]
 
     def __call__(self, step: int) -> float:
+        """Return the share of the peak rate."""
         while len(self._scales) <= step:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # the warning about an optimizer that has not stepped
                     self._scheduler.step()
             except ValueError as error:  # OneCycleLR raises past its last step
-                self._refuse(
-                    f"has no rate for step {len(self._scales) + 1}: {error}", "build it for all steps of the run"
-                )
-            changed = {
-                k
-                for now, then in zip(self._other_options(), self._initial_options, strict=True)
-                for k in now
-                if now[k] != then.get(k)
-            }
+                reason = f"has no rate for step {len(self._scales) + 1}: {error}"
+                self._refuse(reason, "build it for all steps of the run")
+            pairs = zip(self._groups, self._initial_options, strict=True)
+            changed = {k for now, then in pairs for k in now.keys() - {"params", "lr"} if now[k] != then.get(k)}
             if changed:
                 self._refuse(
                     f"changes {', '.join(sorted(changed))} of the optimizer, too, but a schedule may change only rates",
@@ -232,17 +201,11 @@ class _RecordedScales:
         rates = [(float(group["lr"]), float(group["initial_lr"])) for group in self._groups]
         if any(rate and not peak for rate, peak in rates):
             self._refuse("starts at a rate of zero, so no other rate is a share of it", "start at 1e-12 or so")
-        shares = {rate / peak for rate, peak in rates if peak}
-        least, most = min(shares, default=1.0), max(shares, default=1.0)
-        if most - least > 1e-9 * max(1.0, abs(most)):
-            self._refuse(
-                f"has different shares of their rates for its groups: {sorted(shares)}",
-                "give one function for all groups; their peaks may differ",
-            )
-        return most
-
-    def _other_options(self) -> list[dict[str, object]]:
-        return [{k: v for k, v in group.items() if k not in {"params", "lr"}} for group in self._groups]
+        shares = {rate / peak for rate, peak in rates if peak} or {1.0}
+        if max(shares) - min(shares) > 1e-9 * max(1.0, abs(max(shares))):
+            reason = f"has different shares of their rates for its groups: {sorted(shares)}"
+            self._refuse(reason, "give one function for all groups; their peaks may differ")
+        return max(shares)
 
     def _refuse(self, reason: str, hint: str) -> NoReturn:
-        raise ConfigError(f"the scheduler {self._name} {reason}", where="schedule", hint=hint)
+        raise ConfigError(f"the scheduler {type(self._scheduler).__name__} {reason}", where="schedule", hint=hint)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.recipe import Differing, OptimizerSpec
 from rapidformer_templates.engines.shards import Shard, StateReader, as_dtensor, local_part, whole_shard
 from rapidformer_templates.errors import CheckpointError
 
@@ -52,17 +52,6 @@ def group_entries(optimizer: Optimizer, index: int, state: Mapping[str, object])
         state: the optimizer state of the parameter.
     """
     return _prefixed(_changed(optimizer, index), state)
-
-
-def values_by_parameter(optimizer: Optimizer) -> dict[int, dict[str, object]]:
-    """Return for each parameter, by its ``id``, its state and the values of its group."""
-    by_index: dict[int, dict[str, object]] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        changed = _changed(optimizer, index)
-        for parameter in group["params"]:
-            state = dict(optimizer.state.get(parameter, {}))
-            by_index[id(parameter)] = state | _prefixed(changed, state)
-    return by_index
 
 
 def _changed(optimizer: Optimizer, index: int) -> dict[str, torch.Tensor]:
@@ -190,10 +179,8 @@ def check_count(optimizer: Optimizer, name: str, keys: Sequence[str]) -> None:
         CheckpointError: it was saved before counts of groups were stored.
     """
     if "exp_avg_sq" in keys and COUNT not in keys and not counts_in_groups(optimizer):
-        raise CheckpointError(
-            f"the checkpoint has no count of steps for {name}",
-            hint="continue with the optimizer that saved it, or take only the weights with --load … --weights-only",
-        )
+        hint = "continue with the optimizer that saved it, or take only the weights with --load … --weights-only"
+        raise CheckpointError(f"the checkpoint has no count of steps for {name}", hint=hint)
 
 
 def _scalars_of(group: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -257,10 +244,7 @@ class HostOptimizer(Optimizer):
     """
 
     def __init__(
-        self,
-        recipe: OptimizerSpec,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        differing: Mapping[str, Mapping[str, object]],
+        self, recipe: OptimizerSpec, parameters: Sequence[tuple[str, nn.Parameter]], differing: Differing
     ) -> None:
         self._copies = {parameter: nn.Parameter(_on_host(parameter)) for _, parameter in parameters}
         self._gradients = {parameter: _on_host(parameter) for _, parameter in parameters}
@@ -344,7 +328,12 @@ Updated = Mapping[torch.Tensor, Shard]
 
 def optimizer_shards(updated: Updated, optimizer: Optimizer) -> Iterator[Shard]:
     """Yield the shards of an optimizer's state. Each is named ``parameter/key``."""
-    states = values_by_parameter(optimizer)
+    states: dict[int, dict[str, object]] = {}  # with the values of the group
+    for index, group in enumerate(optimizer.param_groups):
+        changed = _changed(optimizer, index)
+        for parameter in group["params"]:
+            state = dict(optimizer.state.get(parameter, {}))
+            states[id(parameter)] = state | _prefixed(changed, state)
     for parameter, shard in updated.items():
         for key, value in sorted(states.get(id(parameter), {}).items()):
             if value is None:

@@ -40,6 +40,9 @@ GroupOptions = Callable[[str, nn.Parameter], Mapping[str, object]]
 """Returns the options in which a parameter, given by its canonical name, differs from the rest."""
 
 
+Differing = Mapping[str, Mapping[str, object]]
+"""The options of each parameter by its name, other than those of the optimizer."""
+
 UNDECAYED = re.compile(r"(^|[._])bias|(layernorm|rmsnorm|(^|[._])norm)\.\w+$")
 """Names of biases and of parameters of norms, in lower case. Some have several dimensions, as the biases of experts."""
 
@@ -63,9 +66,7 @@ class OptimizerSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: GroupOptions = undecayed
 
-    def build(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Mapping[str, Mapping[str, object]]
-    ) -> Optimizer:
+    def build(self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Differing) -> Optimizer:
         """Build the optimizer for the parameters as the engine has changed them.
 
         Args:
@@ -79,16 +80,13 @@ class OptimizerSpec:
         for name, parameter in parameters:
             # torch updates many parameters at once, but not sharded and plain ones together.
             if parameter.is_complex() and self.kwargs.get("fused"):
-                raise RapidformerError(
-                    f"{name} has complex numbers, which fused optimizers do not update",
-                    where="build_optimizer()",
-                    hint="return OptimizerSpec(torch.optim.AdamW, {…}) without fused=True",
-                )
+                message = f"{name} has complex numbers, which fused optimizers do not update"
+                hint = "return OptimizerSpec(torch.optim.AdamW, {…}) without fused=True"
+                raise RapidformerError(message, where="build_optimizer()", hint=hint)
             key = isinstance(parameter, DTensor), tuple(sorted(differing[name].items()))
             groups.setdefault(key, []).append(parameter)
-        return self.cls(
-            [{"params": members, **dict(options)} for (_, options), members in groups.items()], **self.kwargs
-        )
+        of_groups = [{"params": members, **dict(options)} for (_, options), members in groups.items()]
+        return self.cls(of_groups, **self.kwargs)
 
     def differences(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Mapping[str, object]]:
         """Return the options of each parameter. Call this while the parameters have their whole shapes."""
@@ -115,9 +113,8 @@ def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions
         ConfigError: no learning rate was given.
     """
     if training.lr is None:
-        raise ConfigError(
-            "--lr is missing", hint="fine-tuning usually starts at 2e-5 to 5e-5, pretraining at 1e-4 to 6e-4"
-        )
+        message = "--lr is missing"
+        raise ConfigError(message, hint="fine-tuning usually starts at 2e-5 to 5e-5, pretraining at 1e-4 to 6e-4")
     path, _, variant = plan.optimizer_implementation.partition(" ")
     module, _, name = path.rpartition(".")
     kwargs: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay, **plan.optimizer_options}
@@ -211,11 +208,8 @@ def layerwise(depths: Mapping[str, int], decay: float, peak: float, options: Gro
         ModelError: the model has no repeated blocks.
     """
     if not depths:
-        raise ModelError(
-            "the model has no blocks that follow each other",
-            where="--layerwise-lr-decay",
-            hint="keep them in a torch.nn.ModuleList, or give the options of groups in build_optimizer()",
-        )
+        hint = "keep them in a torch.nn.ModuleList, or give the options of groups in build_optimizer()"
+        raise ModelError("the model has no blocks that follow each other", where="--layerwise-lr-decay", hint=hint)
 
     def with_rates(name: str, parameter: nn.Parameter) -> Mapping[str, object]:
         depth = depth_of(name, depths)
@@ -284,12 +278,8 @@ def deepspeed_rates(schedule: FileSchedule, *, lr: float, warmup: int, total: in
     try:
         schedules = import_module("deepspeed.runtime.lr_schedules")
         optimizer = SGD([nn.Parameter(torch.empty(0))], lr=lr)
-        automatic = {
-            "warmup_max_lr": lr,
-            "cycle_max_lr": lr,
-            "warmup_num_steps": max(1, warmup),
-            "total_num_steps": total,
-        }
+        steps = {"warmup_num_steps": max(1, warmup), "total_num_steps": total}
+        automatic: dict[str, float] = {"warmup_max_lr": lr, "cycle_max_lr": lr, **steps}
         filled = {name: automatic.get(name) if value == AUTO else value for name, value in schedule["params"].items()}
         options = {name: whole(value) for name, value in filled.items() if value is not None}
         running = getattr(schedules, schedule["type"])(optimizer, **options)
@@ -333,10 +323,9 @@ def _schedule_of_transformers(training: TrainingFlags, warmup: int, decay_steps:
     options = options_by_name.get(name, {})
     last = options.get("num_decay_steps", 1)
     if style.decays and warmup + last > decay_steps:
-        raise ConfigError(
-            f"a warmup of {warmup} steps leaves {decay_steps - warmup} to decay in, and {name} needs {last}",
-            where=spelling("lr_wsd_decay_iters" if training.lr_wsd_decay_iters else "lr_decay_style"),
-        )
+        message = f"a warmup of {warmup} steps leaves {decay_steps - warmup} to decay in, and {name} needs {last}"
+        where = spelling("lr_wsd_decay_iters" if training.lr_wsd_decay_iters else "lr_decay_style")
+        raise ConfigError(message, where=where)
     # transformers reads only the peak from the optimizer.
     optimizer = SGD([nn.Parameter(torch.empty(0))], lr=training.lr or 1.0)
     scheduler: Any = get_scheduler(name, optimizer, warmup, decay_steps, scheduler_specific_kwargs=options)

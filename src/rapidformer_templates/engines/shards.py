@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from itertools import chain
 from typing import Literal, Protocol
 
 import torch
@@ -221,18 +222,10 @@ def check_names(assembly: Assembly, reader: StateReader, workers: Workers, *, op
     if shown:
         message = f"the checkpoint is of another model: {', '.join(shown)}"
         raise CheckpointError(message, hint="start from the model that was saved")
-    if optimizer:
-        _check_optimizer(trained, reader.names("optimizer"))
-
-
-def _check_optimizer(trained: set[str], saved: Mapping[str, tuple[int, ...]]) -> None:
-    unknown = {entry.rpartition("/")[0] for entry in saved} - trained
-    if unknown:
-        raise CheckpointError(
-            f"the checkpoint has optimizer state of parameters that are not trained here: "
-            f"{', '.join(sorted(unknown)[:6])}",
-            hint="train the same parameters, or take only the weights with --weights-only",
-        )
+    if optimizer and (unknown := {entry.rpartition("/")[0] for entry in reader.names("optimizer")} - trained):
+        some = ", ".join(sorted(unknown)[:6])
+        message = f"the checkpoint has optimizer state of parameters that are not trained here: {some}"
+        raise CheckpointError(message, hint="train the same parameters, or take only the weights with --weights-only")
 
 
 @torch.no_grad()
@@ -293,8 +286,14 @@ def global_norm(
     for copies, gradient in gradients:
         if copies is not None:
             together.setdefault(copies, []).append(gradient)
+    norms: list[torch.Tensor] = []
     if in_fp64:
-        dtype, norms = torch.float64, _norm_of_each([values for group in together.values() for values in group])
+        dtype = torch.float64
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for gradient in chain.from_iterable(together.values()):
+            by_type.setdefault(gradient.dtype, []).append(gradient)
+        for kind, values in by_type.items():
+            norms += torch._foreach_norm(values, dtype=torch.promote_types(kind, torch.float32))
     else:
         dtype = reduce(torch.promote_types, {gradient.dtype.to_real() for _, gradient in gradients}, torch.bfloat16)
         norms = [get_total_norm(values) for values in together.values()]
@@ -302,18 +301,6 @@ def global_norm(
     if norms:
         square = torch.stack(norms).to(square).square().sum()
     return workers.sum_tensor(square).sqrt().to(dtype)
-
-
-def _norm_of_each(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norm of each gradient, in fp32 or more."""
-    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_type.setdefault(gradient.dtype, []).append(gradient)
-    return [
-        norm
-        for dtype, values in by_type.items()
-        for norm in torch._foreach_norm(values, dtype=torch.promote_types(dtype, torch.float32))
-    ]
 
 
 def send_first_values(model: nn.Module, workers: Workers) -> None:

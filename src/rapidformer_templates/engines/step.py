@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class Step:
         self._weight = engine.gradient_divisor / (targets or 1.0)
         self._total: torch.Tensor | None = None  # of the weighted losses on this worker (fp64)
         self._finished = 0  # micro batches
-        self._losses_here: list[_MicroBatchLoss] = []
+        self._losses_here: _Losses = []
         self._measured: Mapping[str, torch.Tensor] = {}
         self._contexts: list[AbstractContextManager[object]] = []  # those of the current micro batch that are open
         self._microbatch: MicroBatch
@@ -173,7 +173,7 @@ class Step:
         self._leave()
         engine.check_loss(loss, microbatch)
         value = loss.detach()
-        self._losses_here.append(_MicroBatchLoss(value, microbatch.samples))
+        self._losses_here.append((value, microbatch.samples))
         # A copy, because workers sum it in place.
         self._total = value.to(torch.float64, copy=True) if self._total is None else self._total + value
         return loss
@@ -213,26 +213,13 @@ def seed_forward(microbatch: MicroBatch, stage: int) -> None:
         seed_torch(int(np.random.SeedSequence((*microbatch.random_key, stage)).generate_state(1)[0]))
 
 
-class _MicroBatchLoss(NamedTuple):
-    """The loss that this worker has computed for a micro batch, on the device."""
-
-    loss: torch.Tensor
-    samples: Sequence[int]
+_Losses: TypeAlias = "list[tuple[torch.Tensor, Sequence[int]]]"
+"""The losses that this worker has computed for micro batches, on the device, each with its samples."""
 
 
-def _not_finite(losses: Sequence[_MicroBatchLoss]) -> list[int]:
+def _not_finite(losses: _Losses) -> list[int]:
     """Return the samples of the micro batches whose losses are not finite. The host waits for the device."""
-    return sorted({sample for one in losses if not torch.isfinite(one.loss) for sample in one.samples})
-
-
-@dataclass
-class _StepValues:
-    """Values of one step: loss, gradient norm, whether the run must end, and the counts of the user's hook."""
-
-    number: int
-    values: HostCopy
-    microbatches: list[MicroBatch]
-    losses: Sequence[_MicroBatchLoss]
+    return sorted({sample for loss, samples in losses if not torch.isfinite(loss) for sample in samples})
 
 
 @dataclass
@@ -252,11 +239,12 @@ class StepMonitor:
 
     def __post_init__(self) -> None:
         self._ended = torch.zeros((), dtype=torch.bool, device=self.device)
-        self._unread: deque[_StepValues] = deque()
+        # Of each step: its number, the values on the device, the micro batches of the hook's counts, and the losses.
+        self._unread: deque[tuple[int, HostCopy, list[MicroBatch], _Losses]] = deque()
         self._started = 0
-        self._losses: Sequence[_MicroBatchLoss] = ()
+        self._losses: _Losses = []
 
-    def begin(self, losses: Sequence[_MicroBatchLoss]) -> None:
+    def begin(self, losses: _Losses) -> None:
         """Start a step, and read all results except that of the previous step. Raises like :meth:`poll`.
 
         Args:
@@ -273,19 +261,14 @@ class StepMonitor:
             may_overflow: whether a step that is not finite is only skipped and the run continues (fp16).
         """
         overflow = ~(torch.isfinite(loss) & torch.isfinite(norm))
-        wrong = overflow
-        if may_overflow:
-            wrong = torch.zeros_like(overflow)
+        wrong = torch.zeros_like(overflow) if may_overflow else overflow
         counts = [count.to(torch.float64) for count, _ in self.hook_counts]
         for count, (_, microbatch) in zip(counts, self.hook_counts, strict=True):
             wrong = wrong | differs(count, microbatch)
         self._ended = self._ended | wrong
         values = torch.stack([loss.to(torch.float64), norm.to(torch.float64), wrong.to(torch.float64), *counts])
-        self._unread.append(
-            _StepValues(
-                self._started, HostCopy(values), [microbatch for _, microbatch in self.hook_counts], self._losses
-            )
-        )
+        microbatches = [microbatch for _, microbatch in self.hook_counts]
+        self._unread.append((self._started, HostCopy(values), microbatches, self._losses))
         return (self._ended | overflow).to(torch.float32)
 
     def poll(self, running: int = 0) -> None:
@@ -296,17 +279,16 @@ class StepMonitor:
             RapidformerError: the hook's count of targets differs from ``count_targets``.
         """
         while len(self._unread) > running:
-            step = self._unread.popleft()
-            loss, norm, wrong, *counts = step.values.values()
+            number, values, microbatches, losses = self._unread.popleft()
+            loss, norm, wrong, *counts = values.values()
             if not wrong:
                 continue
             self._unread.clear()  # their updates were skipped
-            for count, microbatch in zip(counts, step.microbatches, strict=True):
+            for count, microbatch in zip(counts, microbatches, strict=True):
                 if differs(count, microbatch):
                     raise wrong_count_error(count, microbatch)
-            raise NonFiniteLoss(
-                f"loss {loss}, gradient norm {norm}", age=self._started - step.number, samples=_not_finite(step.losses)
-            )
+            message = f"loss {loss}, gradient norm {norm}"
+            raise NonFiniteLoss(message, age=self._started - number, samples=_not_finite(losses))
 
 
 class DynamicLossScale:

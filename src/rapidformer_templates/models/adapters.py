@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -162,20 +162,13 @@ def set_new_modules(model: nn.Module, weights: Collection[str]) -> None:
     )
 
 
-@runtime_checkable
-class _AdaptedLayer(Protocol):
-    """A layer of peft, which leaves out its adapters while this attribute is true."""
-
-    _disable_adapters: bool
-
-
 @contextmanager
 def without_adapters(model: ModelT) -> Iterator[ModelT]:
     """Use the model without adapters, trained head copies and dropout inside the context.
 
     peft's own switch also changes ``requires_grad``, which engines have already recorded.
     """
-    adapted = [module for module in model.modules() if isinstance(module, _AdaptedLayer)]
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     training = model.training
     for module in adapted:
         module._disable_adapters = True

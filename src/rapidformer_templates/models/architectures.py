@@ -174,9 +174,8 @@ def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedToke
         return kind(**values)
     except Exception as error:  # transformers' checks of a configuration raise many kinds of errors
         hint = "check the sizes against the architecture's own"
-        raise ModelError(
-            f"a {name} of these sizes cannot be built: {error}", where="--model-type", hint=hint
-        ) from error
+        message = f"a {name} of these sizes cannot be built: {error}"
+        raise ModelError(message, where="--model-type", hint=hint) from error
 
 
 def _derived_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int]:
@@ -186,9 +185,8 @@ def _derived_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, in
     heads = config.model.num_attention_heads or int(getattr(default, "num_attention_heads", None) or 1)
     if hidden % heads:
         hint = f"choose heads that divide {hidden}"
-        raise ModelError(
-            f"{heads} attention heads do not divide the hidden size {hidden}", where="--num-attention-heads", hint=hint
-        )
+        message = f"{heads} attention heads do not divide the hidden size {hidden}"
+        raise ModelError(message, where="--num-attention-heads", hint=hint)
     values: dict[str, int] = {}
     if hidden != hidden_default:
         widths = {name: getattr(default, name, None) for name in FEED_FORWARD}
@@ -254,9 +252,8 @@ def dropout_rates(default: PreTrainedConfig, rate: float) -> dict[str, float]:
     if not names and rate > 0:
         raise ModelError(f"{default.model_type} has no dropout", where="--dropout", hint="leave out --dropout")
     if rate >= 1:
-        raise ModelError(
-            f"a dropout rate of {rate:g} drops everything", where="--dropout", hint="choose a rate below 1"
-        )
+        message = f"a dropout rate of {rate:g} drops everything"
+        raise ModelError(message, where="--dropout", hint="choose a rate below 1")
     return dict.fromkeys(names, rate)
 
 

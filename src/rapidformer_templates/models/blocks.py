@@ -35,9 +35,8 @@ def hidden_of(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tens
     """Return the hidden state among a block's arguments."""
     hidden = args[0] if args else kwargs.get(HIDDEN)
     if not isinstance(hidden, torch.Tensor):
-        raise ModelError(
-            "a block's first argument is not the hidden state", hint="call the blocks with a tensor as first argument"
-        )
+        message = "a block's first argument is not the hidden state"
+        raise ModelError(message, hint="call the blocks with a tensor as first argument")
     return hidden
 
 
@@ -218,10 +217,8 @@ class Placeholder(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise AbsentAttribute(
-                f"the model's forward reads {name!r} of a module that another pipeline stage has",
-                hint="train this model without pipeline parallelism",
-            ) from None
+            message = f"the model's forward reads {name!r} of a module that another pipeline stage has"
+            raise AbsentAttribute(message, hint="train this model without pipeline parallelism") from None
 
 
 class AbsentModule(Placeholder):

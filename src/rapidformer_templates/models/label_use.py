@@ -66,11 +66,9 @@ class LabelUse:
 def check_causal(use: LabelUse, where: str) -> None:
     """Raise a :class:`ModelError` if a model sees the tokens that it must predict."""
     if use.sees_ahead:
-        raise ModelError(
-            f"{use.model} sees the tokens that it must predict: its attention is not causal",
-            where=where,
-            hint="use a causal language model, such as gpt2, or train this one with --task masked_lm",
-        )
+        message = f"{use.model} sees the tokens that it must predict: its attention is not causal"
+        hint = "use a causal language model, such as gpt2, or train this one with --task masked_lm"
+        raise ModelError(message, where=where, hint=hint)
 
 
 def can_be_tried(model: nn.Module) -> bool:
@@ -247,8 +245,6 @@ def smoothed_labels(share: float) -> Iterator[None]:
     with _Smoothing(share) as smoothing:
         yield
     if not smoothing.acted:
-        raise ModelError(
-            "the model's loss is not torch's cross-entropy, the only one that can be smoothed",
-            where="--label-smoothing",
-            hint="leave it out, or smooth the labels in compute_loss() of your own script",
-        )
+        message = "the model's loss is not torch's cross-entropy, the only one that can be smoothed"
+        hint = "leave it out, or smooth the labels in compute_loss() of your own script"
+        raise ModelError(message, where="--label-smoothing", hint=hint)

@@ -149,11 +149,9 @@ def check_tokenizer_files(config: RunConfig) -> None:
 
 
 def no_tokenizer_error() -> ModelError:
-    return ModelError(
-        "no tokenizer is named, and there is no pretrained model to take it from",
-        where="--tokenizer-type",
-        hint="give --tokenizer-path FOLDER, or --tokenizer-type with its files",
-    )
+    message = "no tokenizer is named, and there is no pretrained model to take it from"
+    hint = "give --tokenizer-path FOLDER, or --tokenizer-type with its files"
+    return ModelError(message, where="--tokenizer-type", hint=hint)
 
 
 def needed_file(config: RunConfig, flag: str) -> Path:
@@ -221,9 +219,8 @@ def end_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """
     token = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if token is None:
-        raise ModelError(
-            "the tokenizer has no end token", where="--tokenizer-type", hint="use a tokenizer that has one"
-        )
+        message = "the tokenizer has no end token"
+        raise ModelError(message, where="--tokenizer-type", hint="use a tokenizer that has one")
     assert isinstance(token, int)
     return token
 
@@ -233,9 +230,8 @@ def _read(kind: type[PreTrainedTokenizerFast], file: Path, **arguments: object) 
         return kind(**arguments)
     # The tokenizers library raises bare Exception for a file in a wrong format.
     except Exception as error:
-        raise ModelError(
-            f"the tokenizer cannot be read: {error}", where=str(file), hint="check the file's format"
-        ) from error
+        message = f"the tokenizer cannot be read: {error}"
+        raise ModelError(message, where=str(file), hint="check the file's format") from error
 
 
 def _from_folder(config: RunConfig) -> PreTrainedTokenizerFast:

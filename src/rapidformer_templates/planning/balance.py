@@ -59,12 +59,7 @@ def least_cost(blocks: int, stages: int, cost: Cost) -> float:
     return _least(blocks, stages, cost, max)[0]
 
 
-def _least(
-    blocks: int,
-    stages: int,
-    cost: Cost,
-    join: Callable[[float, float], float],
-) -> tuple[float, list[int]]:
+def _least(blocks: int, stages: int, cost: Cost, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
     """Return (lowest combined cost, blocks of each stage), with dynamic programming over the last cut."""
     nothing: tuple[float, list[int]] = (math.inf, [])
     best: list[tuple[float, list[int]]] = [(0.0, []), *[nothing] * blocks]

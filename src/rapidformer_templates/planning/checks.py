@@ -104,11 +104,10 @@ def needs_template(request: Request, *names: str) -> Iterator[Finding]:
         if environment.template not in switch.templates:
             several = f"one of the templates {', '.join(TEMPLATES)}"
             needed = several if len(switch.templates) > 1 else f"the {switch.templates[0]} template"
+            message = f"{switch.name} needs {needed}"
+            changes = tuple(move(request, template) for template in switch.templates)
             yield Finding(
-                f"{switch.name} needs {needed}",
-                (*request.asked_for(switch.name), template),
-                switches=(switch.name,),
-                changes=tuple(move(request, template) for template in switch.templates),
+                message, (*request.asked_for(switch.name), template), switches=(switch.name,), changes=changes
             )
 
 
@@ -149,23 +148,19 @@ def _parties(request: Request, side: Side) -> list[_Party]:
     if isinstance(side, tuple):
         return [party for part in side for party in _parties(request, part)]
     if isinstance(side, Given):
-        return _given(request, side)
+        config, name = request.config, side.field
+        value, default, section = config.get(name), config.default(name), config.section_of(name)
+        counts = value in side.values if side.values else value is not False and value != default
+        if not counts or (section in config.switches and section not in request.active):
+            return []
+        flag = spelling(name) if value is True else f"{spelling(name)} {value}"
+        changes = (drop({name: default}),) if side.instead is None else side.instead
+        return [_Party(flag, request.asked(name), changes=changes)]
     if isinstance(side, Mapping):
         reasons = {name: f", which {why}" for name, why in side.items() if name in request.active}
     else:
         reasons = {name: "" for name, switch in request.active.items() if _is_on_side(switch, side)}
     return [_Party(name, request.asked_for(name), reason, (name,)) for name, reason in reasons.items()]
-
-
-def _given(request: Request, side: Given) -> list[_Party]:
-    config, name = request.config, side.field
-    value, default, section = config.get(name), config.default(name), config.section_of(name)
-    counts = value in side.values if side.values else value is not False and value != default
-    if not counts or (section in config.switches and section not in request.active):
-        return []
-    flag = spelling(name) if value is True else f"{spelling(name)} {value}"
-    changes = (drop({name: default}),) if side.instead is None else side.instead
-    return [_Party(flag, request.asked(name), changes=changes)]
 
 
 def _is_on_side(switch: Switch, side: str | Resource | Callable[[Switch], bool]) -> bool:

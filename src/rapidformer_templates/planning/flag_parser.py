@@ -10,14 +10,16 @@ import argparse
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 from yaml.constructor import SafeConstructor
 
-from rapidformer_templates.errors import ConfigError, MistakeCollector, UnknownName
+from rapidformer_templates.errors import ConfigError, MistakeCollector, UnknownName, alike
 from rapidformer_templates.planning.config import (
     COMMAND_LINE,
     RunConfig,
@@ -28,7 +30,6 @@ from rapidformer_templates.planning.config import (
     value_kind,
 )
 from rapidformer_templates.planning.flags import SECTIONS
-from rapidformer_templates.planning.peers import as_code, as_yaml, flag_hint
 
 SourcedValue = tuple[object, str]
 """A value and where it comes from, such as ``command line`` or ``run.yaml:3``."""
@@ -186,9 +187,8 @@ def build_parser(prog: str, switch_options: Iterable[type], user: type | None, d
             spelling(f.name) for f in dataclasses.fields(user) if spelling(f.name) in parser._option_string_actions
         ]
         if reserved:
-            raise ConfigError(
-                f"{reserved[0]} is a flag of the library", where=user.__name__, hint="rename your own flag"
-            )
+            message = f"{reserved[0]} is a flag of the library"
+            raise ConfigError(message, where=user.__name__, hint="rename your own flag")
         add_flags(parser, user)
         parser.usual |= {f.name for f in dataclasses.fields(user)}
     return parser
@@ -233,7 +233,28 @@ def parse(
         message = f"a file cannot set {name}, which runs code"
         collector.errors.append(ConfigError(message, where=file.pop(name)[1], hint=hint))
     values, replaced = _merged((script, file, command_line), choices(options))
-    config = dataclasses.replace(_assemble(values, switch_options, user, collector), replaced=replaced)
+    remaining = dict(values)
+
+    def build(kind: type) -> Any:
+        chosen = {}
+        for f in dataclasses.fields(kind):
+            if f.name in remaining:
+                value, origin = remaining.pop(f.name)
+                with collector.collect():
+                    chosen[f.name] = checked_value(f, field_types(kind)[f.name], value, origin)
+        return kind(**chosen)
+
+    config = RunConfig(
+        **{name: build(kind) for name, kind in SECTIONS.items()},
+        switches={name: build(kind) for name, kind in switch_options.items()},
+        user=build(user) if user else None,
+        origins={name: origin for name, (_, origin) in values.items()},
+        replaced=replaced,
+    )
+    accepted = [spelling(f.name) for f in itertools.chain.from_iterable(map(dataclasses.fields, options))]
+    for name, (_, origin) in remaining.items():
+        near = flag_hint(name, accepted, as_code)
+        collector.errors.append(UnknownName(f"unknown flag '{name}'", where=origin, hint=near))
     if mistakes is None:
         collector.raise_all()
     return config
@@ -290,10 +311,8 @@ def _compose(file: Path) -> yaml.Node | None:
         has_tab = "'\\t'" in str(error.problem)
         hint = "indent with spaces, not with tabs" if has_tab else "write one 'key: value' per line"
         raise ConfigError(f"{file} is not YAML: {error.problem}", where=f"{file.name}{line}", hint=hint) from error
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise ConfigError(f"{file} is not YAML: {error}", where="--config") from error
-    except RecursionError:
-        raise ConfigError(f"{file} has too many nested values", where="--config") from None
     return document
 
 
@@ -415,31 +434,65 @@ def _list_of_flags(parser: argparse.ArgumentParser) -> str:
 _FLAG = re.compile("--|-[A-Za-z]")
 
 
-def _assemble(
-    values: Mapping[str, SourcedValue],
-    switch_options: Mapping[str, type],
-    user: type | None,
-    mistakes: MistakeCollector,
-) -> RunConfig:
-    remaining = dict(values)
+SIMILAR = 0.75
+"""How similar two names must be to suggest one for the other: ``tf31`` and ``tf32``, but not ``bf16`` and ``tf32``."""
 
-    def build(options: type) -> Any:
-        chosen = {}
-        for f in dataclasses.fields(options):
-            if f.name in remaining:
-                value, origin = remaining.pop(f.name)
-                with mistakes.collect():
-                    chosen[f.name] = checked_value(f, field_types(options)[f.name], value, origin)
-        return options(**chosen)
 
-    sections = {name: build(options) for name, options in SECTIONS.items()}
-    switches = {name: build(options) for name, options in switch_options.items()}
-    user_values = build(user) if user else None
-    options = (*SECTIONS.values(), *switch_options.values(), *([user] if user else []))
-    accepted = [spelling(f.name) for f in itertools.chain.from_iterable(map(dataclasses.fields, options))]
-    for name, (_, origin) in remaining.items():
-        hint = flag_hint(name, accepted, as_code)
-        mistakes.errors.append(UnknownName(f"unknown flag '{name}'", where=origin, hint=hint))
-    return RunConfig(
-        **sections, switches=switches, user=user_values, origins={n: origin for n, (_, origin) in values.items()}
-    )
+class Equivalent(NamedTuple):
+    """This library's equivalent of another trainer's flag.
+
+    Attributes:
+        flags: the flags, with a value if the name implies one (``--mixed-precision bf16``). Empty if there is none.
+        note: additional information.
+    """
+
+    flags: str
+    note: str = ""
+
+
+@cache
+def equivalents() -> dict[str, Equivalent]:
+    """Return the equivalents of ``peers.toml`` by name, with underscores."""
+    table = tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
+    return {
+        name.replace("-", "_"): Equivalent(*columns)
+        for names, *columns in table["equivalents"]
+        for name in names.split()
+    }
+
+
+def as_yaml(flags: str) -> str:
+    """Return flags as in a file: ``mixed_precision: bf16``."""
+    return ", ".join(f"{name}: {value}" if value else name for name, value in _pairs(flags))
+
+
+def as_code(flags: str) -> str:
+    """Return flags as in a script: ``mixed_precision="bf16"``."""
+    return ", ".join(f'{name}="{value}"' if value else name for name, value in _pairs(flags))
+
+
+def _pairs(flags: str) -> list[tuple[str, str]]:
+    """Return (field, value) of each flag."""
+    pairs = re.findall(r"--(\S+)(?: (?!--)(\S+))?", flags)
+    return [(name.replace("-", "_"), value) for name, value in pairs]
+
+
+def flag_hint(word: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str | None:
+    """Return a hint for an unknown name: its equivalent here, or the known flag with the closest spelling.
+
+    Args:
+        word: the name, with or without its dashes.
+        known: the known flags, with their dashes.
+        spelled: formats flags as the source of the name does. By default, as a command line.
+    """
+    name = word.lstrip("-").replace("-", "_").lower()
+    equivalent = equivalents().get(name)
+    if equivalent is not None:
+        return " ".join(
+            part
+            for part in (equivalent.flags and f"did you mean {spelled(equivalent.flags)}?", equivalent.note)
+            if part
+        )
+    flags = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
+    near = alike(name, flags, cutoff=SIMILAR)
+    return f"did you mean {spelled(flags[near[0]])}?" if near else None

@@ -201,9 +201,8 @@ def named_sets(words: Sequence[str] | None, flag: str) -> dict[str, str]:
     for word in words or ():
         name, equals, of = word.partition("=")
         if not SET_NAME.fullmatch(name) or (equals and not of):
-            raise DataError(
-                f"'{word}' is not the name of a set", where=flag, hint="write NAME=SET, as in hard=hard.jsonl"
-            )
+            message = f"'{word}' is not the name of a set"
+            raise DataError(message, where=flag, hint="write NAME=SET, as in hard=hard.jsonl")
         if name == TEST:
             hint = "--evaluate-test evaluates the test part, at the end; give another set another name"
             raise DataError("a validation set is called test", where=flag, hint=hint)

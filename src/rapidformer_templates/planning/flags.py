@@ -234,8 +234,7 @@ class DataFlags:
     )
     short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0, maximum=1)
     loss_on: Literal["answers", "all"] | None = flag(
-        None,
-        "causal_lm: tokens to learn (default: the answers of chat and instruction data, all tokens of plain text)",
+        None, "causal_lm: tokens to learn (default: the answers of chat and instruction data, all tokens of plain text)"
     )
     pack_sequences: bool = flag(
         False,
@@ -415,10 +414,7 @@ class TrainingFlags:
     )
     eval_iters: int | None = flag(None, "global batches per evaluation (default: all samples)", minimum=1)
     save_interval: Interval | None = flag(
-        None,
-        "interval between checkpoints, in the same units and with the same default",
-        metavar="EVERY",
-        usual=True,
+        None, "interval between checkpoints, in the same units and with the same default", metavar="EVERY", usual=True
     )
     check_replicas: int | None = flag(
         None,
@@ -499,9 +495,4 @@ class TrainingFlags:
         return self.fine_tunes or needs_best if self.keep_best is None else self.keep_best
 
 
-SECTIONS: dict[str, type] = {
-    "launch": LaunchFlags,
-    "model": ModelFlags,
-    "data": DataFlags,
-    "training": TrainingFlags,
-}
+SECTIONS: dict[str, type] = {"launch": LaunchFlags, "model": ModelFlags, "data": DataFlags, "training": TrainingFlags}

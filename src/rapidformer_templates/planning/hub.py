@@ -208,10 +208,8 @@ def download_error(
     page = f"{constants.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{name}"
     log_in = log_in_hint()
     if isinstance(error, GatedRepoError):
-        return error_class(
-            f"the {kind} '{name}' is gated, and you have no access", where=flag,
-            hint=f"ask for access at {page}, then {log_in}",
-        )  # fmt: skip
+        message = f"the {kind} '{name}' is gated, and you have no access"
+        return error_class(message, where=flag, hint=f"ask for access at {page}, then {log_in}")
     if isinstance(error, RepositoryNotFoundError):
         local = _near(name) or "a local folder of that name does not exist either"
         hint = f"check the name; for a private one, {log_in}; {local}"
@@ -228,10 +226,8 @@ def download_error(
         message += "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
         error_class = HubUnreachable if kind == "model" else DataError
         return error_class(message, where=flag, hint="; ".join(filter(None, (hint, _near(name)))))
-    return error_class(
-        f"the {kind} '{name}' cannot be downloaded: {reason(error)}", where=flag,
-        hint="start again: the files that are complete are not downloaded twice",
-    )  # fmt: skip
+    message = f"the {kind} '{name}' cannot be downloaded: {reason(error)}"
+    return error_class(message, where=flag, hint="start again: the files that are complete are not downloaded twice")
 
 
 def is_unreachable(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""The optimizers of ``--optimizer``, one record each.
+"""The optimizers of ``--optimizer``, one record of ``optimizers.toml`` each.
 
 The flag's values, the docs, the rules, the planner's bytes of state and the types that a DeepSpeed file may name are
 derived from these records. Imports no torch, because plans use it, too.
@@ -6,22 +6,14 @@ derived from these records. Imports no torch, because plans use it, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from rapidformer_templates.planning.optimizer_states import (
-    BF16_MOMENTS,
-    CODES_OF_4_BITS,
-    CODES_OF_8_BITS,
-    CODES_WITH_SHARED_TABLES,
-    FACTORED,
-    MATRIX_MOMENTUM,
-    ONE_MOMENT,
-    TWO_MOMENTS,
-    UNCOUNTED_MOMENTS,
-    ParameterShape,
-    StateRule,
-)
+from rapidformer_templates.planning import optimizer_states
+from rapidformer_templates.planning.optimizer_states import ParameterShape, StateRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +65,10 @@ class OptimizerPackage:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """An optimizer of ``--optimizer``. No field has a default, so that a new optimizer answers every question.
+    """An optimizer of ``--optimizer``.
 
-    Another implementation of AdamW or LAMB states only what differs from the first one.
+    Fields that may be None can be left out of the file. The others have no default, so that a new optimizer answers
+    every question. Another implementation of AdamW or LAMB states only what differs from the first one.
 
     Attributes:
         name: the value of the flag.
@@ -120,200 +113,62 @@ class OptimizerFacts:
         return round(self.implementation.state.bytes_of([matrix]) / matrix.count, 2)
 
 
-_OURS = "rapidformer_templates.switches.optimizer"
-
-ADAM = OptimizerClass(
-    path="torch.optim.Adam", rule="Adam", elementwise=True, per_parameter=True, state=TWO_MOMENTS, l2=None
-)
-FUSED_ADAM = replace(ADAM, path="torch.optim.Adam (fused)")
-ADAMW = replace(ADAM, path="torch.optim.AdamW", rule="AdamW", l2=ADAM)
-FUSED_ADAMW = replace(ADAMW, path="torch.optim.AdamW (fused)", l2=FUSED_ADAM)
-APEX_ADAM = OptimizerClass(
-    path="apex.optimizers.FusedAdam",
-    rule="AdamW",
-    elementwise=True,
-    per_parameter=False,
-    state=UNCOUNTED_MOMENTS,
-    l2="adam_w_mode",
-)
-CPU_ADAM = replace(APEX_ADAM, path="deepspeed.ops.adam.DeepSpeedCPUAdam", l2="adamw_mode")
-"""Updates AdamW's offloaded state under ZeRO."""
-
-APEX_LAMB = OptimizerClass(
-    path="apex.optimizers.FusedLAMB",
-    rule="Lamb",
-    elementwise=False,
-    per_parameter=False,
-    state=UNCOUNTED_MOMENTS,
-    l2=None,
-)
-LAMB = replace(APEX_LAMB, path=f"{_OURS}.updates.Lamb", per_parameter=True, state=TWO_MOMENTS)
-
-APEX = OptimizerPackage(
-    "apex",
-    "Nvidia apex from its source (github.com/NVIDIA/apex; the package 'apex' in the public index is something else)",
-    needs_cuda=True,
-)
-BITSANDBYTES = OptimizerPackage("bitsandbytes", "pip install 'rapidformer_templates[bitsandbytes]'", cpu_since=(0, 50))
-TORCHAO = OptimizerPackage("torchao", "pip install 'rapidformer_templates[torchao]'")
-
 BETAS = (0.9, 0.999)
 # OSS, pipeline stages and the distributed optimizer keep each parameter whole.
 DIVIDES_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "tensor-parallel"})
 
-_ADAMW = OptimizerFacts(
-    name="adamw",
-    implementation=FUSED_ADAMW,
-    fallback=None,
-    package=None,
-    betas=BETAS,
-    epsilon=1e-8,
-    cpu_form=True,
-    not_under=frozenset(),
-    groups=None,
-    deepspeed_types=("Adam", "AdamW"),
-)
-_OTHER_ADAMW = replace(_ADAMW, deepspeed_types=())
-_LAMB = OptimizerFacts(
-    name="lamb",
-    implementation=LAMB,
-    fallback=None,
-    package=None,
-    betas=BETAS,
-    epsilon=1e-6,
-    cpu_form=False,
-    not_under=DIVIDES_PARAMETERS,
-    groups=None,
-    deepspeed_types=("Lamb",),
-)
-_BITSANDBYTES_8BIT = OptimizerClass(
-    path=f"{_OURS}.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
-    rule="BitsAndBytesAdamW8bit",
-    elementwise=False,
-    per_parameter=False,
-    state=CODES_WITH_SHARED_TABLES,
-    l2=None,
-)
-_TORCHAO = f"{_OURS}.torchao_adamw.TorchAOAdamW"
-_TORCHAO_8BIT = replace(_BITSANDBYTES_8BIT, path=f"{_TORCHAO}8bit", rule="TorchAOAdamW8bit", state=CODES_OF_8_BITS)
-_TORCHAO_4BIT = replace(_TORCHAO_8BIT, path=f"{_TORCHAO}4bit", rule="TorchAOAdamW4bit", state=CODES_OF_4_BITS)
-_ANYPRECISION = replace(
-    ADAMW, path=f"{_OURS}.updates.AnyPrecisionAdamW", rule="AnyPrecisionAdamW", state=BF16_MOMENTS, l2=None
-)
+_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("optimizers.toml").read_text(encoding="utf-8"))
 
-_RECORDS = (
-    _ADAMW,
-    replace(_OTHER_ADAMW, name="apex_adam", implementation=APEX_ADAM, fallback=FUSED_ADAMW),
-    replace(
-        _LAMB,
-        name="apex_lamb",
-        implementation=APEX_LAMB,
-        fallback=LAMB,
-        # Its kernel clips by a norm over all gradients that it gets.
-        not_under=DIVIDES_PARAMETERS | {"distributed-optimizer"},
-        deepspeed_types=(),
-    ),
-    replace(_OTHER_ADAMW, name="adamw_torch", implementation=ADAMW),
-    replace(_OTHER_ADAMW, name="adamw_torch_fused"),
-    replace(
-        _OTHER_ADAMW,
-        name="adamw_apex_fused",
-        implementation=APEX_ADAM,
-        package=APEX,
-        cpu_form=False,
-        not_under=frozenset({"fsdp", "expert-parallel"}),
-    ),
-    OptimizerFacts(
-        name="adafactor",
-        implementation=OptimizerClass(
-            path="torch.optim.Adafactor",
-            rule="Adafactor",
-            elementwise=False,
-            per_parameter=True,
-            state=FACTORED,
-            l2=None,
-        ),
-        fallback=None,
-        package=None,
-        betas=None,
-        epsilon=None,
-        cpu_form=True,
-        # It writes in place into the norms of a DTensor, which torch does not allow.
-        not_under=DIVIDES_PARAMETERS | {"expert-parallel"},
-        groups=None,
-        deepspeed_types=("Adafactor",),
-    ),
-    replace(
-        _OTHER_ADAMW,
-        name="adamw_bnb_8bit",
-        implementation=_BITSANDBYTES_8BIT,
-        package=BITSANDBYTES,
-        not_under=DIVIDES_PARAMETERS,
-    ),
-    replace(
-        _OTHER_ADAMW,
-        name="adamw_torch_8bit",
-        implementation=_TORCHAO_8BIT,
-        package=TORCHAO,
-        not_under=DIVIDES_PARAMETERS,
-    ),
-    replace(
-        _OTHER_ADAMW,
-        name="adamw_torch_4bit",
-        implementation=_TORCHAO_4BIT,
-        package=TORCHAO,
-        not_under=DIVIDES_PARAMETERS,
-    ),
-    replace(_OTHER_ADAMW, name="adamw_anyprecision", implementation=_ANYPRECISION),
-    _LAMB,
-    OptimizerFacts(
-        name="muon",
-        implementation=OptimizerClass(
-            path=f"{_OURS}.updates.Muon",
-            rule="Muon",
-            elementwise=False,
-            per_parameter=True,
-            state=MATRIX_MOMENTUM,
-            l2=None,
-        ),
-        fallback=None,
-        package=None,
-        betas=BETAS,
-        epsilon=1e-8,
-        cpu_form=True,
-        not_under=DIVIDES_PARAMETERS,
-        groups=f"{_OURS}.updates:groups_of",
-        deepspeed_types=("Muon",),
-    ),
-    OptimizerFacts(
-        name="lion",
-        implementation=OptimizerClass(
-            path=f"{_OURS}.updates.Lion",
-            rule="Lion",
-            elementwise=True,
-            per_parameter=True,
-            state=ONE_MOMENT,
-            l2=None,
-        ),
-        fallback=None,
-        package=None,
-        betas=(0.9, 0.99),
-        epsilon=None,
-        cpu_form=True,
-        not_under=frozenset(),
-        groups=None,
-        deepspeed_types=("Lion",),
-    ),
-)
 
-OPTIMIZERS: Mapping[str, OptimizerFacts] = {record.name: record for record in _RECORDS}
+def _tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+
+
+OPTIMIZER_PACKAGES = {name: OptimizerPackage(name, **_tuples(facts)) for name, facts in _TABLE["packages"].items()}
+"""The packages of optimizers by name."""
+
+
+def _classes() -> dict[str, OptimizerClass]:
+    classes: dict[str, OptimizerClass] = {}
+    for path, facts in _TABLE["classes"].items():
+        l2, state = facts.get("l2"), getattr(optimizer_states, facts["state"])
+        classes[path] = OptimizerClass(path=path, **facts | {"state": state, "l2": classes.get(l2, l2)})
+    return classes
+
+
+CLASSES: Mapping[str, OptimizerClass] = _classes()
+"""Every class that a run can choose, by its path in a plan: of a record, its fallback and their forms with L2."""
+
+ADAMW, FUSED_ADAMW = CLASSES["torch.optim.AdamW"], CLASSES["torch.optim.AdamW (fused)"]
+CPU_ADAM = CLASSES["deepspeed.ops.adam.DeepSpeedCPUAdam"]
+
+
+def _record(name: str, like: str = "", **facts: Any) -> OptimizerFacts:
+    optional: dict[str, Any] = dict.fromkeys(("fallback", "package", "betas", "epsilon", "groups"))
+    facts = _tuples(optional | _TABLE["optimizers"].get(like, {}) | facts)
+    not_under = frozenset(facts["not_under"])
+    return OptimizerFacts(
+        **facts
+        | {
+            "name": name,
+            "implementation": CLASSES[facts["implementation"]],
+            "fallback": CLASSES.get(facts["fallback"]),
+            "package": OPTIMIZER_PACKAGES.get(facts["package"]),
+            "not_under": not_under - {"DIVIDED"} | (DIVIDES_PARAMETERS if "DIVIDED" in not_under else set()),
+        }
+    )
+
+
+OPTIMIZERS: Mapping[str, OptimizerFacts] = {
+    name: _record(name, **facts) for name, facts in _TABLE["optimizers"].items()
+}
 """The optimizers by the value of ``--optimizer``."""
 
 
 def defaults_of(option: Callable[[OptimizerFacts], float | None]) -> str:
     """Return the defaults of an option as text: the most common one, then the others with the names of optimizers."""
     names: dict[str, list[str]] = {}
-    for record in _RECORDS:
+    for record in OPTIMIZERS.values():
         if (default := option(record)) is not None:
             names.setdefault(f"{default:g}".replace("e-0", "e-"), []).append(record.name)
     (common, _), *others = sorted(names.items(), key=lambda item: -len(item[1]))
@@ -322,31 +177,13 @@ def defaults_of(option: Callable[[OptimizerFacts], float | None]) -> str:
 
 DEEPSPEED_TYPES = {
     kind: record.name
-    for record in sorted(_RECORDS, key=lambda record: record.betas is None)
+    for record in sorted(OPTIMIZERS.values(), key=lambda record: record.betas is None)
     for kind in record.deepspeed_types
 }
 """The optimizer types that a DeepSpeed file may name, each with the value of ``--optimizer``.
 
 Types that take the file's betas come first.
 """
-
-OPTIMIZER_PACKAGES = {record.package.name: record.package for record in _RECORDS if record.package}
-"""The packages of optimizers by name."""
-
-
-def _classes() -> Iterable[OptimizerClass]:
-    """Yield every class that a run can choose: of a record, its fallback and their forms with L2."""
-    yield CPU_ADAM
-    for record in OPTIMIZERS.values():
-        for kind in (record.implementation, record.fallback):
-            if kind is not None:
-                yield kind
-                if isinstance(kind.l2, OptimizerClass):
-                    yield kind.l2
-
-
-CLASSES: Mapping[str, OptimizerClass] = {kind.path: kind for kind in _classes()}
-"""The classes by their path in a plan."""
 
 RULES: Mapping[str, str] = {kind.name: kind.rule for kind in CLASSES.values()}
 """The update rules by the name of the class."""

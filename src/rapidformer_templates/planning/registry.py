@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from importlib.metadata import EntryPoint, entry_points
+from functools import cached_property
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from rapidformer_templates.errors import ConfigError
@@ -47,25 +49,8 @@ class Document:
     link: str = ""
 
 
-DOCUMENTS: Mapping[str, Document] = {
-    "R": Document(
-        "Rapidformer parameter reference",
-        "Parameter settings, in the manual of PAI-Rapidformer",
-        "https://www.alibabacloud.com/help/en/pai/user-guide/parameter-settings",
-    ),
-    "B": Document("Rapidformer benchmarks", "Training performance, in the manual of PAI-Rapidformer"),
-    "M": Document("Megatron best practice", "LLM on DLC: Megatron best practice"),
-    "S": Document(
-        "single-GPU guide of Transformers",
-        "Methods and tools for efficient training on a single GPU, in the manual of Transformers 4.37",
-        "https://huggingface.co/docs/transformers/v4.37.2/perf_train_gpu_one",
-    ),
-    "D": Document(
-        "DeepSpeed guide of Transformers",
-        "DeepSpeed integration, in the manual of Transformers 4.37",
-        "https://huggingface.co/docs/transformers/v4.37.2/main_classes/deepspeed",
-    ),
-}
+_DOCUMENTS = tomllib.loads(Path(__file__).with_name("documents.toml").read_text("utf-8"))
+DOCUMENTS: Mapping[str, Document] = {letter: Document(**facts) for letter, facts in _DOCUMENTS.items()}
 """Documents by their letter. All other sources are names of packages, papers, or this library."""
 
 
@@ -132,11 +117,9 @@ class Registry:
         Raises:
             ConfigError: a file cannot be used.
         """
-        return reduce(
-            lambda merged, switch: switch.adopt(merged) if switch.adopt else merged,
-            self.switches,
-            config,
-        )
+        for switch in self.switches:
+            config = switch.adopt(config) if switch.adopt else config
+        return config
 
     def without(self, code: str) -> Registry:
         """Return this registry without one rule. The tests of rules compare with it."""
@@ -153,13 +136,27 @@ def _by_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def _discover() -> tuple[Switch, ...]:
-    """Return the switches of all files and folders in the package of switches, and those of other packages."""
+    """Return the switches of all files and folders in the package of switches, and those of other packages.
+
+    Raises:
+        ConfigError: another package cannot be imported, or does not declare a tuple of switches.
+    """
     switches: list[Switch] = []
     folder = importlib.import_module(SWITCHES)
     for module in pkgutil.iter_modules(folder.__path__, f"{SWITCHES}."):
         switches += importlib.import_module(f"{module.name}.declaration" if module.ispkg else module.name).SWITCHES
     for point in entry_points(group=SWITCHES):
-        switches += _declared_by(point)
+        package = point.dist.name if point.dist else point.module
+        try:
+            loaded = point.load()
+        except Exception as error:  # another package's module may raise anything
+            message = f"the switches of the package {package} cannot be loaded: {type(error).__name__}: {error}"
+            raise ConfigError(message, hint=_WITHOUT) from error
+        declared = getattr(loaded, "SWITCHES", loaded)
+        if not isinstance(declared, tuple) or not all(isinstance(switch, Switch) for switch in declared):
+            message = f"{point.value} of the package {package} has no tuple SWITCHES of switches"
+            raise ConfigError(message, hint=_WITHOUT)
+        switches += declared
     _check_unique(switches)
     # A rule that concerns another switch moves to that one, if it exists.
     moved = [rule for switch in switches for rule in switch.rules if rule.concerns]
@@ -169,24 +166,6 @@ def _discover() -> tuple[Switch, ...]:
         others = tuple(rule for rule in moved if rule.concerns == switch.name)
         in_order.append(dataclasses.replace(switch, rules=own + others))
     return tuple(in_order)
-
-
-def _declared_by(point: EntryPoint) -> tuple[Switch, ...]:
-    """Return the switches of another package.
-
-    Raises:
-        ConfigError: the package cannot be imported, or does not declare a tuple of switches.
-    """
-    package = point.dist.name if point.dist else point.module
-    try:
-        loaded = point.load()
-    except Exception as error:  # another package's module may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"the switches of the package {package} cannot be loaded: {reason}", hint=_WITHOUT) from error
-    declared = getattr(loaded, "SWITCHES", loaded)
-    if not isinstance(declared, tuple) or not all(isinstance(switch, Switch) for switch in declared):
-        raise ConfigError(f"{point.value} of the package {package} has no tuple SWITCHES of switches", hint=_WITHOUT)
-    return declared
 
 
 _WITHOUT = "fix the package, or uninstall it"

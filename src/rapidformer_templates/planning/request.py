@@ -6,24 +6,16 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planning import optimizers
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.settings import decays_in_the_gradient
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import MOST_BLOCKS, ModelFlags
 from rapidformer_templates.planning.hub import BESIDE_ADAPTERS, PRETRAINED, cached_folder, is_hub_name
-from rapidformer_templates.planning.optimizers import (
-    ADAMW,
-    BETAS,
-    CPU_ADAM,
-    FUSED_ADAMW,
-    OPTIMIZERS,
-    OptimizerClass,
-    OptimizerFacts,
-)
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.planning.switch import ModelFacts, Request, Resource, Switch
 
@@ -48,29 +40,15 @@ def build_request(
     model: ModelFacts | None = None,
 ) -> Request:
     """Gather the facts. With ``model``, the model's ``config.json`` is not read again."""
-    sizes = sizes_of(config, environment, switches)
-    model = model or model_facts(config)
-    active = [s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model)]
-    are_separate = any(switch.copies_differ for switch in active) and any(switch.divides_copies for switch in active)
-    if sizes.divides > 1 or are_separate:
-        active = [switch.in_layout(switch) for switch in active]
-    return Request(config, environment, {switch.name: switch for switch in active}, sizes, model, training)
-
-
-def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Switch]) -> Sizes:
-    """Return the numbers of workers and the batch sizes.
-
-    Sizes that do not divide are rounded down, and a rule reports it. A run by ``--epochs`` does not accumulate, and a
-    user's own loop need not. So without ``--micro-batch-size`` each rank computes its share of the global batch at
-    once.
-    """
+    # Sizes that do not divide are rounded down, and a rule reports it. A run by --epochs does not accumulate, and a
+    # user's own loop need not. So without --micro-batch-size each rank computes its share of the global batch at once.
     divided = {size: config.get(name) for switch in switches for size, name in switch.sizes.items()}
     data = max(1, environment.world_size // math.prod(divided.values()))
     micro, whole = config.data.micro_batch_size, config.data.global_batch_size
     if whole and whole % data == 0 and micro_follows(config):
         micro = whole // data
     whole = whole or micro * data
-    return Sizes(
+    sizes = Sizes(
         world=environment.world_size,
         local_world=environment.local_world_size,
         data=data,
@@ -79,6 +57,12 @@ def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Swi
         accumulation=max(1, whole // (micro * data)),
         **divided,
     )
+    model = model or model_facts(config)
+    active = [s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model)]
+    are_separate = any(switch.copies_differ for switch in active) and any(switch.divides_copies for switch in active)
+    if sizes.divides > 1 or are_separate:
+        active = [switch.in_layout(switch) for switch in active]
+    return Request(config, environment, {switch.name: switch for switch in active}, sizes, model, training)
 
 
 def micro_follows(config: RunConfig) -> bool:
@@ -181,10 +165,8 @@ def read_model_config(folder: Path) -> dict[str, object]:
     file = config_file(folder)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON: {error}", where=PRETRAINED) from error
-    except RecursionError:
-        raise ModelError(f"{file} has too many nested values", where=PRETRAINED) from None
     if not isinstance(content, dict):
         raise ModelError(f"{file} does not hold a JSON object", where=PRETRAINED)
     for section in (content, *(value for value in content.values() if isinstance(value, dict))):
@@ -195,18 +177,18 @@ def read_model_config(folder: Path) -> dict[str, object]:
     return content
 
 
-def optimizer_facts(request: Request) -> OptimizerFacts:
+def optimizer_facts(request: Request) -> optimizers.OptimizerFacts:
     """Return the record of the chosen optimizer."""
-    return OPTIMIZERS[request.config.get("optimizer")]
+    return optimizers.OPTIMIZERS[request.config.get("optimizer")]
 
 
-def optimizer_class(request: Request) -> OptimizerClass:
+def optimizer_class(request: Request) -> optimizers.OptimizerClass:
     """Return the class that makes the updates in this run. For apex's classes it may be the fallback."""
     facts = optimizer_facts(request)
     if on_host_by_deepspeed(request):
-        return CPU_ADAM
+        return optimizers.CPU_ADAM
     chosen = facts.fallback if facts.fallback and fallback_reason(request) else facts.implementation
-    return chosen.l2 if isinstance(chosen.l2, OptimizerClass) and decays_in_the_gradient(request) else chosen
+    return chosen.l2 if isinstance(chosen.l2, optimizers.OptimizerClass) and decays_in_the_gradient(request) else chosen
 
 
 def optimizer_options(request: Request) -> dict[str, object]:
@@ -217,7 +199,9 @@ def optimizer_options(request: Request) -> dict[str, object]:
     training = request.config.training
     options: dict[str, object] = {}
     if training.adam_beta1 is not None or training.adam_beta2 is not None:
-        betas = zip((training.adam_beta1, training.adam_beta2), optimizer_facts(request).betas or BETAS, strict=True)
+        betas = zip(
+            (training.adam_beta1, training.adam_beta2), optimizer_facts(request).betas or optimizers.BETAS, strict=True
+        )
         options["betas"] = tuple(default if beta is None else beta for beta, default in betas)
     if training.adam_epsilon is not None:
         options["eps"] = training.adam_epsilon
@@ -228,7 +212,9 @@ def optimizer_options(request: Request) -> dict[str, object]:
 def on_host_by_deepspeed(request: Request) -> bool:
     """Return whether DeepSpeed updates an offloaded AdamW state, for which it has a vectorized class."""
     facts = optimizer_facts(request)
-    is_adamw = facts.implementation in (ADAMW, FUSED_ADAMW) or facts.fallback is FUSED_ADAMW
+    is_adamw = (
+        facts.implementation in (optimizers.ADAMW, optimizers.FUSED_ADAMW) or facts.fallback is optimizers.FUSED_ADAMW
+    )
     by_deepspeed = any(name.startswith("zero-") and switch.engine for name, switch in request.active.items())
     return is_adamw and by_deepspeed and bool(request.of_family("offload"))
 

@@ -52,12 +52,11 @@ def resolve(
     refusals = registry.refusals(request)
     if refusals:
         works = tuple(to_suggestion(path, request) for path in nearest(request, registry))
-        raise Refused(
-            [
-                Diagnostic(rule.code, finding.message, rule.why, in_words(rule.source), finding.asked, works)
-                for rule, finding in refusals
-            ]
-        )
+        diagnostics = [
+            Diagnostic(rule.code, finding.message, rule.why, in_words(rule.source), finding.asked, works)
+            for rule, finding in refusals
+        ]
+        raise Refused(diagnostics)
     return plan_of(request, registry)
 
 

@@ -378,13 +378,7 @@ def _decay_fits(request: Request) -> Iterator[Finding]:
         yield Finding(message, request.asked("lr_wsd_decay_iters", by), changes=changes)
 
 
-IN_A_FOLDER = {
-    "overwrite": False,
-    "async_save": False,
-    "save_interval": None,
-    "keep_best": None,
-    "report_to": None,
-}
+IN_A_FOLDER = {"overwrite": False, "async_save": False, "save_interval": None, "keep_best": None, "report_to": None}
 """Flags that act only on a run folder, with their values when off."""
 
 

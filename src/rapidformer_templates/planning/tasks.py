@@ -1,4 +1,4 @@
-"""The tasks of ``--task``, one record each, and the metrics of a run, with the direction in which they improve.
+"""The tasks of ``--task``, one record of ``tasks.toml`` each, and the metrics of a run, with their directions.
 
 The flag's values, the rules, the metrics that a plan knows, and the task of a saved model are derived from these
 records. Imports no torch, because plans use it, too.
@@ -7,9 +7,11 @@ records. Imports no torch, because plans use it, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rapidformer_templates.planning.config import RunConfig
@@ -38,7 +40,7 @@ class TaskFacts:
         has_lengths: whether its samples have one length each, and integer labels that a row of padding can do without.
         continues_text: whether its model continues a text.
         model_classes: ends of the names of transformers classes of models that are for this task.
-        hub_pipeline: the hub's name of the task.
+        hub_pipeline: the hub's name of the task, or None: an empty text in the file.
         input_columns: the columns that its predictions read, by flag, with their usual names. A column without names
             is optional.
     """
@@ -61,20 +63,25 @@ class TaskFacts:
     input_columns: Mapping[str, tuple[str, ...]]
 
 
-TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
+_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
+_LISTS: dict[str, tuple[str, ...]] = {}
+
+
+def _expanded(words: Iterable[str]) -> tuple[str, ...]:
+    """Return words, with the words of a list in place of its name."""
+    return tuple(each for word in words for each in _LISTS.get(word, (word,)))
+
+
+for _name, _words in _TABLE["lists"].items():
+    _LISTS[_name] = _expanded(_words)
+
+TEXT_COLUMNS = _LISTS["TEXT"]
 """Columns that are searched for a text if ``--text-column`` is not given."""
 
-PAIRS = {
-    "sentence1": "sentence2",
-    "premise": "hypothesis",
-    "question1": "question2",
-    "question": "sentence",
-    "text": "text_pair",
-}
+PAIRS: Mapping[str, str] = _TABLE["pairs"]
 """Names of first texts, mapped to the names of their second texts."""
 
-WORD_COLUMNS = ("tokens", "words", "text")
-SOURCE_COLUMNS = ("source", "instruction", "input", "article", "question", *TEXT_COLUMNS)
+WORD_COLUMNS, SOURCE_COLUMNS = _LISTS["WORDS"], _LISTS["SOURCES"]
 MESSAGES = "messages"
 """The usual column of conversations."""
 
@@ -82,224 +89,20 @@ CHAT_COLUMNS = (MESSAGES, "conversations")
 PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
 """Prompt columns, mapped to the usual names of their answer columns."""
 
-PROMPT_COLUMNS = (*CHAT_COLUMNS, *PROMPTS, *TEXT_COLUMNS)
+PROMPT_COLUMNS = _LISTS["PROMPTS"]
 """Columns that are searched for a text to continue, or a conversation to answer."""
 
-_CONTEXTS = ("context", "ctx", "article", "passage", "sent1", "premise", "question", "question_stem")
-CONTEXT_COLUMNS = (*_CONTEXTS, *TEXT_COLUMNS)
+CONTEXT_COLUMNS = _LISTS["CONTEXTS"]
 """Columns that are searched for the text that comes before choices."""
 
-_DATA_SET = (
-    "data_dir",
-    "data_name",
-    "data_config",
-    "data_split",
-    "validation_fraction",
-    "max_train_samples",
-    "max_eval_samples",
-    "eval_data_name",
-)
-_CORPUS = ("data_path", "split", "data_impl", "data_cache_dir", "text_unit")
-_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
-_RECORDS = (
-    TaskFacts(
-        name="sequence_classification",
-        implementation="rapidformer_templates.data.tasks.sequence_classification:SequenceClassification",
-        own_flags=("problem_type", "new_head"),
-        data_flags=(*_DATA_SET, "label_column", "pair_column"),
-        metrics=("accuracy", "f1", "matthews"),
-        predicts_tokens=False,
-        is_smoothed=True,
-        compares_answers=False,
-        rows_per_sample=1,
-        rows_are_samples=True,
-        is_streamed=False,
-        has_lengths=True,
-        continues_text=False,
-        model_classes=("ForSequenceClassification",),
-        hub_pipeline="text-classification",
-        input_columns={"text_column": (*TEXT_COLUMNS, *PAIRS), "pair_column": ()},
-    ),
-    TaskFacts(
-        name="token_classification",
-        implementation="rapidformer_templates.data.tasks.token_classification:TokenClassification",
-        own_flags=("new_head",),
-        data_flags=(*_DATA_SET, "label_column"),
-        metrics=("precision", "recall", "f1", "accuracy"),
-        predicts_tokens=False,
-        is_smoothed=True,
-        compares_answers=False,
-        rows_per_sample=1,
-        rows_are_samples=True,
-        is_streamed=False,
-        has_lengths=True,
-        continues_text=False,
-        model_classes=("ForTokenClassification",),
-        hub_pipeline="token-classification",
-        input_columns={"text_column": WORD_COLUMNS},
-    ),
-    TaskFacts(
-        name="question_answering",
-        implementation="rapidformer_templates.data.tasks.question_answering:QuestionAnswering",
-        own_flags=(),
-        data_flags=(*_DATA_SET, "label_column", "pair_column"),
-        metrics=("exact_match", "f1"),
-        predicts_tokens=False,
-        is_smoothed=False,
-        compares_answers=False,
-        rows_per_sample=1,
-        rows_are_samples=False,
-        is_streamed=False,
-        has_lengths=False,
-        continues_text=False,
-        model_classes=("ForQuestionAnswering",),
-        hub_pipeline="question-answering",
-        input_columns={"pair_column": ("question",), "text_column": ("context",)},
-    ),
-    TaskFacts(
-        name="multiple_choice",
-        implementation="rapidformer_templates.data.tasks.multiple_choice:MultipleChoice",
-        own_flags=("new_head",),
-        data_flags=(*_DATA_SET, "label_column", "pair_column"),
-        metrics=("accuracy",),
-        predicts_tokens=False,
-        is_smoothed=True,
-        compares_answers=False,
-        rows_per_sample=4,
-        rows_are_samples=True,
-        is_streamed=False,
-        has_lengths=False,
-        continues_text=False,
-        model_classes=("ForMultipleChoice",),
-        hub_pipeline="multiple-choice",
-        input_columns={"text_column": CONTEXT_COLUMNS, "pair_column": ()},
-    ),
-    TaskFacts(
-        name="masked_lm",
-        implementation="rapidformer_templates.data.tasks.language_models:MaskedLM",
-        own_flags=("mask_prob", "whole_word_mask"),
-        data_flags=_DATA_SET,
-        metrics=("token_accuracy",),
-        predicts_tokens=True,
-        is_smoothed=True,
-        compares_answers=False,
-        rows_per_sample=1,
-        rows_are_samples=True,
-        is_streamed=True,
-        has_lengths=True,
-        continues_text=False,
-        model_classes=("ForMaskedLM",),
-        hub_pipeline="fill-mask",
-        input_columns={"text_column": TEXT_COLUMNS},
-    ),
-    TaskFacts(
-        name="causal_lm",
-        implementation="rapidformer_templates.data.tasks.language_models:CausalLM",
-        own_flags=(),
-        data_flags=(*_DATA_SET, "label_column"),
-        metrics=("token_accuracy",),
-        predicts_tokens=True,
-        is_smoothed=True,
-        compares_answers=False,
-        rows_per_sample=1,
-        rows_are_samples=True,
-        is_streamed=True,
-        has_lengths=True,
-        continues_text=True,
-        model_classes=("ForCausalLM", "LMHeadModel"),
-        hub_pipeline="text-generation",
-        input_columns={"text_column": PROMPT_COLUMNS},
-    ),
-    TaskFacts(
-        name="seq2seq_lm",
-        implementation="rapidformer_templates.data.tasks.seq2seq_lm:Seq2SeqLM",
-        own_flags=(),
-        data_flags=(*_DATA_SET, "label_column"),
-        metrics=("rouge_l", "exact_match"),
-        predicts_tokens=True,
-        is_smoothed=True,
-        compares_answers=False,
-        rows_per_sample=1,
-        rows_are_samples=True,
-        is_streamed=True,
-        has_lengths=False,
-        continues_text=False,
-        model_classes=("ForConditionalGeneration", "ForSeq2SeqLM"),
-        hub_pipeline=None,
-        input_columns={"text_column": SOURCE_COLUMNS},
-    ),
-    TaskFacts(
-        name="preference",
-        implementation="rapidformer_templates.data.tasks.preference:Preference",
-        own_flags=(
-            "preference_loss",
-            "preference_beta",
-            "simpo_gamma",
-            "kto_desirable_weight",
-            "kto_undesirable_weight",
-            "precompute_reference",
-        ),
-        data_flags=_DATA_SET,
-        metrics=_REWARDS,
-        predicts_tokens=False,
-        is_smoothed=False,
-        compares_answers=True,
-        rows_per_sample=2,
-        rows_are_samples=False,
-        is_streamed=False,
-        has_lengths=False,
-        continues_text=True,
-        model_classes=(),
-        hub_pipeline="text-generation",
-        input_columns={"text_column": PROMPT_COLUMNS},
-    ),
-    TaskFacts(
-        name="reward",
-        implementation="rapidformer_templates.data.tasks.preference:Reward",
-        own_flags=("new_head",),
-        data_flags=_DATA_SET,
-        metrics=_REWARDS,
-        predicts_tokens=False,
-        is_smoothed=False,
-        compares_answers=True,
-        rows_per_sample=2,
-        rows_are_samples=True,
-        is_streamed=False,
-        has_lengths=False,
-        continues_text=False,
-        model_classes=(),
-        hub_pipeline="text-classification",
-        input_columns={},  # conversations, or pairs of answers, which have no single column
-    ),
-    TaskFacts(
-        name="pretraining",
-        implementation="rapidformer_templates.data.tasks.pretraining:Pretraining",
-        own_flags=(
-            "mask_prob",
-            "whole_word_mask",
-            "sentence_pairs",
-            "short_seq_prob",
-            "mean_span_length",
-            "keep_documents_apart",
-        ),
-        data_flags=_CORPUS,
-        metrics=("token_accuracy",),
-        predicts_tokens=True,
-        is_smoothed=True,
-        compares_answers=False,
-        rows_per_sample=1,
-        rows_are_samples=False,
-        is_streamed=True,
-        has_lengths=True,
-        continues_text=True,
-        model_classes=(),
-        hub_pipeline=None,
-        input_columns={},
-    ),
-)
+def _record(name: str, facts: Mapping[str, Any]) -> TaskFacts:
+    columns = {flag: _expanded(names) for flag, names in facts["input_columns"].items()}
+    values = {field: _expanded(value) if isinstance(value, list) else value for field, value in facts.items()}
+    return TaskFacts(name=name, **values | {"hub_pipeline": facts["hub_pipeline"] or None, "input_columns": columns})
 
-TASKS: Mapping[str, TaskFacts] = {record.name: record for record in _RECORDS}
+
+TASKS: Mapping[str, TaskFacts] = {name: _record(name, facts) for name, facts in _TABLE["tasks"].items()}
 """The tasks by the value of ``--task``."""
 
 METRICS_OF_PROBLEM: Mapping[str, tuple[str, ...]] = {
@@ -317,34 +120,8 @@ def tasks_with(condition: Callable[[TaskFacts], bool]) -> tuple[str, ...]:
 
 Direction = Literal["min", "max"]
 
-# fmt: off
-LEAST = (
-    "loss", "perplexity", "ppl", "nll", "negative_log_likelihood", "cross_entropy", "bits_per_byte", "bpb",
-    "bits_per_character", "bpc", "error", "errors", "err", "error_rate", "eer", "wer", "cer", "mer", "ter", "der",
-    "wil", "edit_distance", "levenshtein",
-    "mae", "mse", "rmse", "msle", "rmsle", "mape", "smape", "brier", "ece", "fid", "rejected",
-)
-
-MOST = (
-    "accuracy", "acc", "exact_match", "em", "f1", "fbeta", "precision", "recall", "sensitivity", "specificity", "auc",
-    "auroc", "roc_auc", "pr_auc", "average_precision", "mrr", "ndcg", "hit_rate", "bleu", "sacrebleu", "rouge",
-    "rouge1", "rouge2", "rouge_1", "rouge_2", "rouge_l", "rougel", "rouge_lsum", "rougelsum", "meteor", "chrf",
-    "bertscore", "comet", "matthews", "matthews_correlation", "mcc", "pearson", "pearsonr", "spearman", "spearmanr",
-    "kendall_tau", "correlation", "kappa", "r2", "explained_variance", "iou", "dice", "jaccard", "log_likelihood",
-    "accuracies", "chosen", "margins",
-)
-
-# Words that describe what a metric is averaged over. They do not change its direction.
-QUALIFIERS = {
-    "eval", "val", "valid", "validation", "test", "macro", "micro", "weighted", "binary", "mean", "avg", "average",
-    "overall", "total",
-}
-# fmt: on
-
-TURNED = {"neg", "negative", "minus", "inverse"}
-"""Words that reverse a direction, as in sklearn's ``neg_mean_squared_error``."""
-
-_KNOWN: Mapping[str, Direction] = {**dict.fromkeys(LEAST, "min"), **dict.fromkeys(MOST, "max")}
+_METRICS: dict[str, list[str]] = _TABLE["metrics"]
+_KNOWN: Mapping[str, Direction] = {**dict.fromkeys(_METRICS["min"], "min"), **dict.fromkeys(_METRICS["max"], "max")}
 
 
 def metric_name(of: str, metric: str) -> str:
@@ -363,11 +140,11 @@ def direction_of(name: str) -> Direction | None:
     ('min', 'max', None)
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
-    while words and words[-1] in QUALIFIERS:
+    while words and words[-1] in _METRICS["qualifiers"]:
         words.pop()
     ends = ["_".join(words[i:]) for i in range(len(words))]
     ending = next((end for end in ends if end in _KNOWN), None)
-    if ending is None or (TURNED.intersection(words) and ending != ends[0]):
+    if ending is None or (set(_METRICS["turned"]).intersection(words) and ending != ends[0]):
         return None
     return _KNOWN[ending]
 

@@ -13,10 +13,10 @@ from transformers import AutoConfig
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.commands.plan import plan_request
-from rapidformer_templates.switches.auto_strategy import search_cache
+from rapidformer_templates.switches.auto_strategy import results
 from rapidformer_templates.switches.auto_strategy.command import search
+from rapidformer_templates.switches.auto_strategy.results import cache_file, cache_folder
 from rapidformer_templates.switches.auto_strategy.search import Search
-from rapidformer_templates.switches.auto_strategy.search_cache import cache_file, cache_folder
 from rapidformer_templates.switches.auto_strategy.timing import find_hardware
 
 SMALL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --model-type gpt2 --device cpu"
@@ -28,7 +28,7 @@ FLAGS += " --use-distributed-optimizer"
 @pytest.fixture(autouse=True)
 def user_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The user's cache folder, as a process that the test starts sees it."""
-    monkeypatch.setattr(search_cache, "cache_folder", cache_folder)
+    monkeypatch.setattr(results, "cache_folder", cache_folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
     return tmp_path / "rapidformer_templates" / "searches"
@@ -86,7 +86,7 @@ def test_another_search_has_another_file(monkeypatch: pytest.MonkeyPatch) -> Non
         files.add(file_of(f"{FLAGS} {more}"))
     monkeypatch.setenv("DEVICE_TFLOPS", "7")
     files.add(file_of(FLAGS))
-    monkeypatch.setattr(search_cache, "_source_hash", lambda: "of another version")
+    monkeypatch.setattr(results, "_source_hash", lambda: "of another version")
     files.add(file_of(FLAGS))
     assert len(files) == 7
 
@@ -104,13 +104,13 @@ def test_a_changed_model_has_another_file(tmp_path: Path) -> None:
 def test_the_oldest_results_are_deleted(
     user_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(search_cache, "KEPT", 2)
-    result = search_cache.SearchResult((), (), search_cache.ModelTotals(1, 1, True, True))
+    monkeypatch.setattr(results, "KEPT", 2)
+    result = results.SearchResult((), (), results.ModelTotals(1, 1, True, True))
     for number in range(4):
-        search_cache.write_result(user_cache / f"{number}.json", result)
+        results.write_result(user_cache / f"{number}.json", result)
         os.utime(user_cache / f"{number}.json", (number, number))
     assert sorted(path.name for path in user_cache.iterdir()) == ["2.json", "3.json"]
-    assert search_cache.read_result(user_cache / "3.json") == result
+    assert results.read_result(user_cache / "3.json") == result
     blocked = user_cache / "2.json" / "folder"
-    search_cache.write_result(blocked / "4.json", result)
+    results.write_result(blocked / "4.json", result)
     assert f"note: the result of the search is not stored in {blocked}" in capsys.readouterr().err

@@ -123,7 +123,14 @@ class ShardedGradients:
         self._runs: dict[Bucket, list[tuple[UpdateShard, int]]] = {
             w: [] for w in self._buckets if sharded and w.ranks > 1
         }
-        runs = self._build_shards()
+        runs = []
+        for bucket in self._runs:
+            for (index, start, count), offset in bucket.owned(self._keys[bucket].copies.rank):
+                entry = trained[index]
+                run = entry.local if bucket.owner is not None else entry.local.view(-1)[start : start + count]
+                unit = UpdateShard(entry, start, nn.Parameter(run.clone() if entry.compute_dtype else run), True)
+                self._runs[bucket].append((unit, offset))
+                runs.append(unit)
         self._shared = {segment.parameter for bucket in self._runs for segment in bucket.segments}
         self._exchanged = {segment.parameter for bucket in self._buckets for segment in bucket.segments}
         # Sending experts to other workers makes replicas wait for each other within a backward.
@@ -157,17 +164,6 @@ class ShardedGradients:
                     lambda _, index=index: self._on_gradient_ready(index)
                 )
 
-    def _build_shards(self) -> list[UpdateShard]:
-        units = []
-        for bucket in self._runs:
-            for (index, start, count), offset in bucket.owned(self._keys[bucket].copies.rank):
-                entry = self.trained[index]
-                run = entry.local if bucket.owner is not None else entry.local.view(-1)[start : start + count]
-                unit = UpdateShard(entry, start, nn.Parameter(run.clone() if entry.compute_dtype else run), True)
-                self._runs[bucket].append((unit, offset))
-                units.append(unit)
-        return units
-
     # Backward passes.
 
     def begin_backward(self, chunk: int | None = None, *, last: bool) -> None:
@@ -197,12 +193,11 @@ class ShardedGradients:
     def _on_gradient_ready(self, index: int) -> None:
         """Queue a gradient. All ranks send buckets in the same order, each as soon as it is complete."""
         if index in self._sent_gradients:
-            raise RapidformerError(
-                f"the gradient of {self.trained[index].name} was ready twice in one backward, and had "
-                "already been sent",
-                where="compute_loss()",
-                hint="checkpoint with use_reentrant=False, or with --checkpoint-activations",
+            message = (
+                f"the gradient of {self.trained[index].name} was ready twice in one backward, and had already been sent"
             )
+            hint = "checkpoint with use_reentrant=False, or with --checkpoint-activations"
+            raise RapidformerError(message, where="compute_loss()", hint=hint)
         is_sent_at_once = self._exchanging and index in self._shared and index not in self._fp32_accumulated
         if self.trained[index].compute_dtype and not is_sent_at_once:
             gradient = self.trained[index].gradient
@@ -224,7 +219,8 @@ class ShardedGradients:
         backward exchanges tokens between ranks, theirs ends only if this one continues, so it must not wait here for
         the previous bucket.
         """
-        if self._collectives_in_backward and self._pending is not None and not self._pending.is_complete:
+        work = self._pending.work if self._pending else None
+        if self._collectives_in_backward and work is not None and not work.is_completed():
             return False
         return all(segment.parameter in self._ready for segment in bucket.segments)
 
@@ -461,10 +457,6 @@ class _PendingReduce(NamedTuple):
     flat: torch.Tensor
     received: torch.Tensor
     work: dist.Work | None
-
-    @property
-    def is_complete(self) -> bool:
-        return self.work is None or bool(self.work.is_completed())
 
 
 @dataclass(frozen=True)

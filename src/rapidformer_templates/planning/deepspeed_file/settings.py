@@ -34,19 +34,6 @@ from rapidformer_templates.planning.schedules import DEEPSPEED_FLAGS, DEEPSPEED_
 if TYPE_CHECKING:
     from rapidformer_templates.planning.switch import Request
 
-ENTRIES = {
-    "train_micro_batch_size_per_gpu": "micro_batch_size",
-    "train_batch_size": "global_batch_size",
-    "gradient_clipping": "clip_grad",
-    "optimizer.params.lr": "lr",
-    "optimizer.params.weight_decay": "weight_decay",
-    "optimizer.params.eps": "adam_epsilon",
-    "zero_optimization.stage3_param_persistence_threshold": "zero_3_param_persistence_threshold",
-    "zero_optimization.stage3_prefetch_bucket_size": "zero_3_prefetch_bucket_size",
-    "zero_optimization.stage3_max_live_parameters": "zero_3_max_live_parameters",
-}
-"""Keys with the fields of the flags that have the same value."""
-
 ZERO = tuple(f"zero_{level}_memory_optimization" for level in (1, 2, 3))
 
 
@@ -81,7 +68,7 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[FlagValue]:
 
 def _flag_values(content: Section) -> Iterator[tuple[str, str, Json, str]]:
     """Yield (field, path, the flag's value, the key's value as shown) of each value that is a flag."""
-    for path, field in ENTRIES.items():
+    for path, field in key_table().entries.items():
         if (value := look_up(content, path)) is not None:
             yield field, path, value, str(value)
     for field, path, value in _other_flags(content):
@@ -198,7 +185,7 @@ def keys_without_flag(request: Request) -> list[str]:
         for path, value in leaves(file_of(request).content)
         if not is_neutral(value)
         and path.partition(".")[0] not in table.own
-        and path not in {*flags, *ENTRIES, *table.noted}
+        and path not in {*flags, *table.entries, *table.noted}
     ]
 
 
@@ -245,7 +232,27 @@ def deepspeed_settings(request: Request, precision: str) -> dict[str, Json]:
     """
     content = file_of(request).content
     passed = {name: value for name, value in content.items() if name in key_table().passed}
-    merged = _merged(passed, _from_flags(request, precision))
+    sizes = request.sizes
+    from_flags: dict[str, Json] = {
+        "train_batch_size": sizes.global_batch,
+        "train_micro_batch_size_per_gpu": sizes.micro_batch,
+        "gradient_accumulation_steps": sizes.accumulation,
+        "gradient_clipping": request.config.training.clip_grad,
+        "steps_per_print": 2**31,  # this library reports progress and metrics
+        "zero_allow_untested_optimizer": True,  # RF025 refuses those that cannot update shards
+        "zero_force_ds_cpu_optimizer": False,
+        "fp16": {
+            "enabled": precision == "fp16",
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        },
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
+        "zero_optimization": _zero_stage_settings(request),
+    }
+    merged = _merged(passed, from_flags)
     steps = content.get("steps_per_print")
     if isinstance(steps, int) and any(content.get(name) for name in LOUD):
         merged["steps_per_print"] = steps  # the interval at which DeepSpeed prints
@@ -264,36 +271,12 @@ def _merged(content: Section, defaults: Section) -> dict[str, Json]:
     return result
 
 
-def _from_flags(request: Request, precision: str) -> dict[str, Json]:
-    """Return the flags as DeepSpeed's configuration."""
-    config, sizes = request.config, request.sizes
-    return {
-        "train_batch_size": sizes.global_batch,
-        "train_micro_batch_size_per_gpu": sizes.micro_batch,
-        "gradient_accumulation_steps": sizes.accumulation,
-        "gradient_clipping": config.training.clip_grad,
-        "steps_per_print": 2**31,  # this library reports progress and metrics
-        "zero_allow_untested_optimizer": True,  # RF025 refuses those that cannot update shards
-        "zero_force_ds_cpu_optimizer": False,
-        "fp16": {
-            "enabled": precision == "fp16",
-            "loss_scale": 0,
-            "initial_scale_power": 16,
-            "loss_scale_window": 2000,
-            "hysteresis": 1,
-            "min_loss_scale": 1,
-        },
-        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
-        "zero_optimization": _zero_stage_settings(request),
-    }
-
-
 def _zero_stage_settings(request: Request) -> dict[str, Json]:
     config = request.config
     stage = next(level for level in (1, 2, 3) if f"zero-{level}" in request.active)
     width = None if request.environment.white_box else request.model.hidden_size
     sizes: dict[str, Json] = {name: AUTO if width is None else size for name, size in bucket_sizes(width or 1).items()}
-    for path, field in ENTRIES.items():
+    for path, field in key_table().entries.items():
         name = path.rpartition(".")[2]
         if name in sizes and config.get(field) is not None:
             sizes[name] = config.get(field)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,30 +13,18 @@ from typing import TYPE_CHECKING, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.comparison import (
-    compared_to_json,
-    components,
-    show_comparison,
-    with_layout_flags,
-)
+from rapidformer_templates.switches.auto_strategy import results
 from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout, layout_of, memory_options_of
-from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE, Candidate, Memory, SearchResult, Unknown
-from rapidformer_templates.switches.auto_strategy.search_cache import cache_file, read_result, write_result
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
-from rapidformer_templates.switches.auto_strategy.whole_training import (
-    ModelTotals,
-    TrainingEstimate,
-    TrainingTerms,
-    estimate_training,
-)
 from rapidformer_templates.switches.layout.declaration import AUTO_MEMORY
 from rapidformer_templates.system.launch import is_first_worker
 from rapidformer_templates.system.terminal import console
@@ -54,7 +43,7 @@ class NothingFits(RapidformerError):
     """No layout of the workers fits the model."""
 
 
-MeasurePlan: TypeAlias = Callable[[Plan], Memory]
+MeasurePlan: TypeAlias = Callable[[Plan], results.Memory]
 """Runs the engine of a plan on tensors without data, and returns the memory that it needs."""
 
 Subjects: TypeAlias = "dict[tuple[str, ...], Subject]"
@@ -69,7 +58,7 @@ def search(
     source: ModelSource | None = None,
     cached: bool = True,
     subjects: Subjects | None = None,
-) -> tuple[SearchResult, Hardware]:
+) -> tuple[results.SearchResult, Hardware]:
     """Search all layouts. Return them, and the devices that they are for.
 
     Args:
@@ -92,8 +81,8 @@ def search(
     complete = registry.complete(config)
     hardware = find_hardware(environment, precision(complete, environment), complete.get("host_memory_gb"))
     is_known = cached and registry is REGISTRY and source is None
-    file = cache_file(config, environment, hardware, by_memory=by_memory) if is_known else None
-    result = read_result(file) if file else None
+    file = results.cache_file(config, environment, hardware, by_memory=by_memory) if is_known else None
+    result = results.read_result(file) if file else None
     if result is None:
         gc.disable()  # collections take a sixth of the import of torch and transformers
         try:
@@ -107,7 +96,7 @@ def search(
         subjects[plan.switches] = subject
         result = Search(config, environment, subject, hardware, registry, by_memory=by_memory).run()
         if file:
-            write_result(file, result)
+            results.write_result(file, result)
     return result, hardware
 
 
@@ -126,9 +115,8 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
             hint="rapidformer plan --auto-strategy … lists every layout with what it lacks",
         )
     if is_first_worker():
-        print(
-            "\n".join([*reasons(result, hardware), *not_predicted(result.not_predicted)]), file=sys.stderr, flush=True
-        )
+        lines = [*reasons(result, hardware), *not_predicted(result.not_predicted)]
+        print("\n".join(lines), file=sys.stderr, flush=True)
     by_memory = config.get("pipeline_stages") == AUTO_MEMORY
     user_fields = config.origins.keys() - ({"pipeline_stages"} if by_memory else set())
     values = result.layouts[0].layout.values_that_act(user_fields)
@@ -138,7 +126,7 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
 def plan_command(
     config: RunConfig,
     environment: Environment,
-    terms: TrainingTerms,
+    terms: results.TrainingTerms,
     source: ModelSource | None = None,
     *,
     as_json: bool,
@@ -157,7 +145,7 @@ def plan_command(
     named = None
     if narrower:
         named, _ = search(narrower, environment, source=source, cached=cached, subjects=subjects)
-    trainings = [train_with(each, config, environment, terms, result.totals) for each in result.layouts]
+    trainings = [results.estimate_training(each, config, environment, terms, result.totals) for each in result.layouts]
     if as_json:
         more = {"compared": compared_to_json(result, named)} if named else {}
         print(json.dumps(to_json(result, hardware, trainings) | more, indent=2))
@@ -170,26 +158,11 @@ def plan_command(
     return 0 if result.layouts else 1
 
 
-def train_with(
-    candidate: Candidate, config: RunConfig, environment: Environment, terms: TrainingTerms, totals: ModelTotals
-) -> TrainingEstimate:
-    """Return the estimate of a whole training with a layout."""
-    return estimate_training(
-        config,
-        environment,
-        terms,
-        totals,
-        global_batch=candidate.layout.global_batch,
-        step_seconds=candidate.timing.total,
-        step_flops=candidate.step_flops,
-    )
-
-
 def predict_run(
     plan: Plan,
     config: RunConfig,
     environment: Environment,
-    terms: TrainingTerms,
+    terms: results.TrainingTerms,
     source: ModelSource | None = None,
     measure: MeasurePlan | None = None,
     *,
@@ -216,11 +189,11 @@ def predict_run(
     unknown = one.unknown()
     if own_optimizer:
         as_if = f"the update takes the seconds, and a checkpoint the space, that {plan.optimizer} needs"
-        unknown = (*unknown, Unknown("build_optimizer()", ("time",), as_if))
+        unknown = (*unknown, results.Unknown("build_optimizer()", ("time",), as_if))
     memory = measure(plan) if measure else None
     candidate = one.predict(layout_of(plan), setting, memory)
     constraint = one.constraint(candidate.memory, candidate.setup, setting)
-    training = train_with(candidate, config, environment, terms, one.totals())
+    training = results.estimate_training(candidate, config, environment, terms, one.totals())
     as_json = {
         **layout_to_json(candidate, training),
         "memory_from": "engine" if measure else "rules",
@@ -241,29 +214,27 @@ def predict_run(
     return as_json, lines
 
 
-def layout_to_json(candidate: Candidate, training: TrainingEstimate) -> dict[str, object]:
+def layout_to_json(candidate: results.Candidate, training: results.TrainingEstimate) -> dict[str, object]:
     """Return the public JSON form of a layout. See docs/planner.md."""
     timing, memory, setup = candidate.timing, candidate.memory, candidate.setup
     sizes = {**vars(memory), "total": memory.total, "setup": setup.device, "setup_host": setup.host}
     gigabytes = {name: round(size / GB, 6) for name, size in sizes.items()}
     return {
         **_sizes(candidate.layout),
-        "memory_gb": {
-            **gigabytes,
-            "needed": round(candidate.needed_gb, 3),
-            "node_host": round(candidate.host_gb, 3),
-        },
+        "memory_gb": {**gigabytes, "needed": round(candidate.needed_gb, 3), "node_host": round(candidate.host_gb, 3)},
         "bubble": round(candidate.layout.bubble, 6),
         "communication": round(timing.communication / timing.total, 6),
         "step_seconds": timing.total,
         "seconds": {name: round(value, 6) for name, value in vars(timing).items()},
         "samples_per_second": candidate.samples_per_second,
         "flags": " ".join(candidate.layout.flags()),
-        "training": training.to_json(),
+        "training": vars(training),
     }
 
 
-def to_json(result: SearchResult, hardware: Hardware, trainings: Sequence[TrainingEstimate]) -> dict[str, object]:
+def to_json(
+    result: results.SearchResult, hardware: Hardware, trainings: Sequence[results.TrainingEstimate]
+) -> dict[str, object]:
     """Return the public JSON form of a search. See docs/planner.md."""
     return {
         "ok": bool(result.layouts),
@@ -275,25 +246,17 @@ def to_json(result: SearchResult, hardware: Hardware, trainings: Sequence[Traini
 
 
 def _sizes(layout: Layout) -> dict[str, object]:
+    sizes = ("tensor", "pipeline", "virtual", "experts", "data", "context", "accumulation")
     return {
-        "tensor": layout.tensor,
-        "pipeline": layout.pipeline,
-        "virtual": layout.virtual,
-        "experts": layout.experts,
-        "data": layout.data,
-        "context": layout.context,
+        **{name: getattr(layout, name) for name in (*sizes, "partitioning", "shard_size", "recompute")},
         "micro_batch_size": layout.micro_batch,
         "global_batch_size": layout.global_batch,
-        "accumulation": layout.accumulation,
-        "partitioning": layout.partitioning,
-        "shard_size": layout.shard_size,
         "checkpoint_activations": layout.recompute != "none",
-        "recompute": layout.recompute,
         "offload_activations": layout.offload,
     }
 
 
-def show(result: SearchResult, hardware: Hardware, training: Sequence[str] = ()) -> None:
+def show(result: results.SearchResult, hardware: Hardware, training: Sequence[str] = ()) -> None:
     """Print the best layouts, their assumptions, and why the others were rejected.
 
     Args:
@@ -308,12 +271,13 @@ def show(result: SearchResult, hardware: Hardware, training: Sequence[str] = ())
         print(f"assumed: {line}")
     for line in not_predicted(result.not_predicted):
         print(line)
-    print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free in addition")
+    allowance = f"{results.ALLOWANCE:.0%} and the contexts must be free in addition"
+    print(f"memory is predicted from the model's own graph; {allowance}")
     print("setup is the peak of a device while the model is built and loaded, host that of all workers of a node")
     show_rejected(result, terminal)
 
 
-def _offloads(result: SearchResult) -> bool:
+def _offloads(result: results.SearchResult) -> bool:
     return any(candidate.layout.offload for candidate in result.layouts)
 
 
@@ -321,7 +285,7 @@ COLUMNS = ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning"
 """Columns of sizes. If any layout uses context or experts, these columns follow ``pipe``."""
 
 
-def _table(result: SearchResult) -> Table:
+def _table(result: results.SearchResult) -> Table:
     table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
     more = [name for name in ("context", "experts") if any(getattr(each.layout, name) > 1 for each in result.layouts)]
     for name in (*COLUMNS[:2], *more, *COLUMNS[2:]):
@@ -332,8 +296,7 @@ def _table(result: SearchResult) -> Table:
         layout, memory, timing = candidate.layout, candidate.memory, candidate.timing
         table.add_row(
             *map(str, (layout.tensor, layout.pipelined, *(getattr(layout, name) for name in more))),
-            *map(str, (layout.data, layout.micro_batch, layout.accumulation)),
-            str(layout.global_batch),
+            *map(str, (layout.data, layout.micro_batch, layout.accumulation, layout.global_batch)),
             layout.partitioned,
             "" if layout.recompute == "none" else layout.recompute,
             f"{(memory.parameters + memory.gradients + memory.optimizer) / GB:.2f}",
@@ -356,7 +319,7 @@ def where_the_step_goes(timing: Timing) -> str:
     return f"  where the step goes: {spent}{hidden}"
 
 
-def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
+def reasons(result: results.SearchResult, hardware: Hardware) -> list[str]:
     """Explain why the best layout is the best, and how to request it."""
     best = result.layouts[0]
     layout, timing = best.layout, best.timing
@@ -385,12 +348,12 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
     return [*lines, f"  host memory: {best.host_gb:,.1f}{limit} per node, including the allowance"]
 
 
-def not_predicted(unknown: Sequence[Unknown]) -> list[str]:
+def not_predicted(unknown: Sequence[results.Unknown]) -> list[str]:
     """List what the numbers leave out, one line per reason."""
     return [f"not predicted: {each.switch}: {', '.join(each.kinds)}: {each.why}" for each in unknown]
 
 
-def show_rejected(result: SearchResult, terminal: Console) -> None:
+def show_rejected(result: results.SearchResult, terminal: Console) -> None:
     """Print a table of the rejected layouts, one line per constraint."""
     if not result.rejected:
         return
@@ -403,3 +366,87 @@ def show_rejected(result: SearchResult, terminal: Console) -> None:
         where = f"tensor {sizes.tensor} × {context}pipeline {sizes.pipelined} × data {sizes.data}, {sizes.partitioned}"
         table.add_row(str(count), example.constraint, where)
     terminal.print(table)
+
+
+def with_layout_flags(config: RunConfig, text: str) -> RunConfig:
+    """Return the configuration with the flags of ``--compare``. The search may only fill in what they leave open.
+
+    Raises:
+        ConfigError: a flag does not exist, does not belong to a layout, or is on the command line, too.
+    """
+    named = parse(shlex.split(text), REGISTRY.options())
+    layout_fields = Layout().values().keys() | {"pipeline_stages"}
+    for name in named.origins:
+        if name not in layout_fields:
+            hint = "it takes flags such as --tensor-model-parallel-size 8 --zero-2-memory-optimization"
+            raise ConfigError(f"{spelling(name)} does not belong to a layout", where="--compare", hint=hint)
+        if name in config.origins:
+            where = f"--compare and {config.origin(name)}"
+            raise ConfigError(f"{spelling(name)} is given twice", where=where, hint="leave one of them out")
+    return config.replace("--compare", **{name: named.get(name) for name in named.origins})
+
+
+def differences(best: results.Candidate, named: results.Candidate) -> list[tuple[str, str, float, float]]:
+    """Return (name, unit, of the best, of the named layout) for each time per sample and each size of memory."""
+    times = [components(each.timing) | {"step": each.timing.total} for each in (best, named)]
+    scales = [1000 / each.layout.global_batch for each in (best, named)]
+    sizes = [{**vars(each.memory), "total": each.memory.total, "setup": each.setup.device} for each in (best, named)]
+    rows = [(name, "ms", time * scales[0], times[1][name] * scales[1]) for name, time in times[0].items()]
+    rows += [(name, "GB", size / GB, sizes[1][name] / GB) for name, size in sizes[0].items()]
+    return [*(row for row in rows if row[2] or row[3]), ("needed", "GB", best.needed_gb, named.needed_gb)]
+
+
+def components(timing: Timing) -> dict[str, float]:
+    """Return the seconds of a step by component."""
+    return {
+        "matrix products": timing.products,
+        "attention": timing.attention,
+        "norms, activations and gradient sums": timing.memory,
+        "waiting for the host": timing.launches,
+        "bubble": timing.bubble,
+        "tensor sums": timing.tensor,
+        "tokens to experts": timing.experts,
+        "stage transfers": timing.pipeline,
+        "exposed replica exchanges": timing.data,
+        "update": timing.update,
+        "copies to the host and back": timing.offload,
+    }
+
+
+def compared_to_json(result: results.SearchResult, named: results.SearchResult) -> dict[str, object]:
+    """Return the public JSON form. See docs/planner-answers.md."""
+    if not result.layouts or not named.layouts:
+        return {"flags": None, "constraint": closest_constraint(named), "differences": []}
+    chosen = named.layouts[0]
+    names = ("name", "unit", "best", "named")
+    compared = [dict(zip(names, each, strict=True)) for each in differences(result.layouts[0], chosen)]
+    return {"flags": " ".join(chosen.layout.flags()), "constraint": None, "differences": compared}
+
+
+def closest_constraint(result: results.SearchResult) -> str:
+    """Return the constraint that most layouts fail: the last one of that kind, which divides the model most."""
+    kinds = Counter(rejected.constraint.partition(":")[0] for rejected in result.rejected)
+    if not kinds:
+        return "these flags allow no layout"
+    ((usual, _),) = kinds.most_common(1)
+    return [each.constraint for each in result.rejected if each.constraint.partition(":")[0] == usual][-1]
+
+
+def show_comparison(result: results.SearchResult, named: results.SearchResult) -> None:
+    """Print a table of the differences, and the component that costs most. Or the reason why nothing fits."""
+    if not result.layouts or not named.layouts:
+        print(f"--compare: no layout with these flags fits: {closest_constraint(named)}")
+        return
+    best, chosen = result.layouts[0], named.layouts[0]
+    slower = best.samples_per_second / chosen.samples_per_second - 1
+    title = f"--compare: {' '.join(chosen.layout.flags())}"
+    table = Table("", "unit", title=title, title_justify="left")
+    for name in ("best", "--compare", "difference"):
+        table.add_column(name, justify="right")
+    compared = differences(best, chosen)
+    for name, unit, of_best, of_named in compared:
+        table.add_row(name, unit, f"{of_best:,.3f}", f"{of_named:,.3f}", f"{of_named - of_best:+,.3f}")
+    console(piped_width=160).print(table)
+    more, most = max((named - best, name) for name, unit, best, named in compared if unit == "ms" and name != "step")
+    cause = f", most of it: {most}" if slower > 0 and more > 0 else ""
+    print(f"--compare: {slower:+.1%} time per sample{cause}. The table has ms per sample, and GB per worker")

@@ -8,45 +8,31 @@ from functools import cached_property, lru_cache, partial
 
 from rapidformer_templates.planning.optimizer_states import FP32
 from rapidformer_templates.planning.plan import shards_of_experts
+from rapidformer_templates.switches.auto_strategy import state_bytes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.results import Memory
 from rapidformer_templates.switches.auto_strategy.stage_memory import MemorySnapshot, Stage, peak_stage_candidates
-from rapidformer_templates.switches.auto_strategy.state_bytes import (
-    Formula,
-    StateBytes,
-    divided_experts,
-    divided_groups,
-    divided_groups_on_host,
-    divided_in_rows,
-    divided_in_rows_beside_experts,
-    each_divided,
-    each_divided_on_disk,
-    each_divided_on_host,
-    owned,
-    owned_with_gradients,
-    replicated,
-    replicated_on_host,
-)
+from rapidformer_templates.switches.auto_strategy.state_bytes import Formula, StateBytes
 from rapidformer_templates.switches.auto_strategy.trace import Phase
 
 FORMULAS: dict[str, dict[str, Formula]] = {
     "": {
-        "none": replicated,
-        "oss": owned,
-        "oss-sdp": owned_with_gradients,
-        "zero-1": divided_groups,
-        "zero-2": divided_groups,
-        "zero-3": each_divided,
-        "fsdp": divided_in_rows,
+        "none": state_bytes.replicated,
+        "oss": state_bytes.owned,
+        "oss-sdp": state_bytes.owned_with_gradients,
+        "zero-1": state_bytes.divided_groups,
+        "zero-2": state_bytes.divided_groups,
+        "zero-3": state_bytes.each_divided,
+        "fsdp": state_bytes.divided_in_rows,
     },
     "cpu": {
-        "none": replicated_on_host,
-        "zero-1": divided_groups_on_host,
-        "zero-2": divided_groups_on_host,
-        "zero-3": each_divided_on_host,
+        "none": state_bytes.replicated_on_host,
+        "zero-1": state_bytes.divided_groups_on_host,
+        "zero-2": state_bytes.divided_groups_on_host,
+        "zero-3": state_bytes.each_divided_on_host,
     },
-    "nvme": {"zero-3": each_divided_on_disk},
+    "nvme": {"zero-3": state_bytes.each_divided_on_disk},
 }
 """Bytes of the states that each engine holds between two steps, by where the optimizer's state is offloaded."""
 
@@ -90,9 +76,9 @@ def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions 
     formula = FORMULAS[setting.offload][layout.partitioning]
     if layout.experts > 1 and layout.partitioning == "fsdp":
         shards = shards_of_experts(layout.replicas, layout.shares, layout.experts)
-        formula = partial(divided_in_rows_beside_experts, over=layout.experts, shards=shards)
+        formula = partial(state_bytes.divided_in_rows_beside_experts, over=layout.experts, shards=shards)
     elif layout.experts > 1:
-        formula = partial(divided_experts, over=layout.experts)
+        formula = partial(state_bytes.divided_experts, over=layout.experts)
     width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
     trained, frozen = (
         formula(parameters, layout.shares, width, setting.how)

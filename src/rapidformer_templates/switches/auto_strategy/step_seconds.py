@@ -180,25 +180,15 @@ def tile_flops(product: Product, multiprocessors: int) -> float:
     return product.flops * cells * multiprocessors / (batch * rows * columns)
 
 
-@dataclass(frozen=True)
-class _Works:
-    """The work of a micro batch: in all blocks, before and after them, and in the head."""
-
-    forward: _Work = _Work()
-    backward: _Work = _Work()
-    ends: _Work = _Work()
-    head: _Work = _Work()
-
-
 @cache  # many layouts have the same trace
-def _works(trace: Trace, hardware: Hardware, hidden: int = 0, gathered: float = 0.0) -> _Works:
-    """Return the work of a micro batch.
+def _works(trace: Trace, hardware: Hardware, hidden: int = 0, gathered: float = 0.0) -> dict[str, _Work]:
+    """Return the work of a micro batch: in all blocks (forward, backward), before and after them, and in the head.
 
     Args:
         hidden: width of the hidden state.
         gathered: bytes of a hidden state that only products read or write, because the sequence is divided elsewhere.
     """
-    parts = dict(vars(_Works()))
+    parts = dict.fromkeys(("forward", "backward", "ends", "head"), _Work())
     bandwidth = hardware.activation_bandwidth or hardware.memory_bandwidth / MEMORY_PASSES
     for phase in trace.phases:
         part = {"begin": "ends", "end": "ends", "turn": "head", "reduce": "head"}.get(phase.name, phase.name)
@@ -210,7 +200,7 @@ def _works(trace: Trace, hardware: Hardware, hidden: int = 0, gathered: float = 
             kinds = (0.0, seconds) if product.is_attention else (seconds, 0.0)
             work = work.plus(_Work(*kinds, moved, hardware.launch_seconds), product.times)
         parts[part] = parts[part].plus(work)
-    return _Works(**parts)
+    return parts
 
 
 def exchange_seconds(size: float, workers: int, stride: int, local_world: int, hardware: Hardware, kind: str) -> float:
@@ -261,11 +251,11 @@ def predict_seconds(
     gathered = hidden_bytes * (1 - 1 / layout.tensor) if layout.sequence_parallel else 0.0
     works = _works(trace, hardware, facts.hidden, gathered)
     sums = GRADIENT_TRAFFIC * facts.parameters * per_parameter  # a worker has all experts in a trace
-    block = _Work(memory=sums / blocks).plus(works.forward, 1 / blocks).plus(works.backward, 1 / blocks)
+    block = _Work(memory=sums / blocks).plus(works["forward"], 1 / blocks).plus(works["backward"], 1 / blocks)
     shares = [sum(stages[rank::pipeline]) for rank in range(pipeline)] if stages else [blocks / pipeline] * pipeline
     workers = [_Work().plus(block, share) for share in shares]
-    workers[0] = workers[0].plus(works.ends)
-    workers[-1] = workers[-1].plus(works.head)
+    workers[0] = workers[0].plus(works["ends"])
+    workers[-1] = workers[-1].plus(works["head"])
     largest = max(range(pipeline), key=lambda rank: workers[rank].total)
     work, share = workers[largest], shares[largest]
 

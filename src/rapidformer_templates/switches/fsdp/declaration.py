@@ -226,7 +226,7 @@ SWITCHES = (
         freed_memory="given back",
         builds_in_shares=True,
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes", "whole_gradients_between"),
-        acted=first_finding(_SHARES, _gradients_divided),
+        acted=checks.first_finding(_SHARES, _gradients_divided),
     ),
     Switch(
         name="fsdp-options",
