@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from rapidformer_templates.engines.assembly import Building
 from rapidformer_templates.planning.config import spelling
@@ -160,12 +158,6 @@ def _room_of(module: str) -> str | None:
     return parts[0] if parts and parts[0] in FLOOR else "__init__"
 
 
-def test_the_source_has_these_rooms() -> None:
-    entries = {_room(path) for path in MODULES}
-    assert entries == FLOOR.keys()
-    assert len(entries - {"__init__", "__main__"}) <= 13
-
-
 def test_rooms_import_downwards() -> None:
     """Check every import: at the top, in a function, or only for types."""
     upwards = []
@@ -189,57 +181,6 @@ def test_what_a_string_names_is_there(named: str) -> None:
     module, _, name = named.partition(":")
     assert (SOURCE.parent / f"{module.replace('.', '/')}.py").exists()
     assert callable(getattr(pytest.importorskip(module), name))
-
-
-ATTRIBUTES_OF_OTHERS = {
-    "transformers": "chat_template config loss_type name_or_path pad_token _is_hf_initialized nf use_cache",
-    "configurations": "architectures auto_mapping base_model_name_or_path inference_mode num_hidden_layers "
-    "output_router_logits quantization_config revision target_modules target_parameters task_type fan_in_fan_out "
-    "tie_word_embeddings",
-    "peft": "base_layer peft_config",
-    "tokenizers": "normalizer pre_tokenizer",
-    "argparse": "choices help usage",
-    "torch": "compiling found_inf global_var grad_scale meta optimize_ddp padding_idx recompile_limit "
-    "skip_fwd_side_effects_in_bwd_under_checkpoint _boxed_call",
-    "torch.autograd.Function": "then zeros",
-    "onnxruntime": "graph_optimization_level inter_op_num_threads intra_op_num_threads optimized_model_filepath",
-    "deepspeed": "all_gather cur_hysteresis cur_scale is_fp16_supported last_overflow_iter process_gradients "
-    "raise_error_at_min_scale reduce_ready_partitions_and_remove_grads _optimizer_step",
-    "trackers": "experiment_name main_process_only run_id",
-    "sys": "excepthook",
-    "functions": "is_hook _rapidformer_replacement",
-}
-"""Attributes that modules set on objects of other libraries, which read them, and on functions."""
-
-
-def _declared_in_classes(path: Path) -> Iterator[str]:
-    """Yield the attributes and methods of a module's classes."""
-    for kind in (node for node in _nodes(path) if isinstance(node, ast.ClassDef)):
-        for node in ast.walk(kind):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-            elif isinstance(node, ast.FunctionDef):
-                yield node.name
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
-                yield node.attr
-
-
-def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
-
-
-def test_no_fact_is_pinned_on_an_object() -> None:
-    """A fact about a model is an object of a class, which ``Assembly.record`` keeps."""
-    declared = {name for path in MODULES for name in _declared_in_classes(path)}
-    declared |= {*dir(nn.Module()), *dir(nn.Parameter(torch.zeros(1)))}
-    theirs = set(" ".join(ATTRIBUTES_OF_OTHERS.values()).split())
-    assigned = {
-        (str(path.relative_to(SOURCE)), node.attr)
-        for path in MODULES
-        for node in _nodes(path)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not _is_self(node.value)
-    }
-    assert {use for use in assigned if use[1] not in declared | theirs} == set()
 
 
 @pytest.mark.parametrize("kind", [Building, EngineOptions])
