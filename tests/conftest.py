@@ -31,10 +31,9 @@ from tests.support.worker_pool import (
 ROOT = Path(__file__).parents[1]
 
 pytest_plugins = (
-    "tests.support.complete",
-    "tests.support.deadline",
     "tests.support.durations",
     "tests.support.messages",
+    "tests.support.options",
     "tests.support.texts",
     "tests.support.indexed_sets",
     "tests.support.hub_server",
@@ -64,7 +63,6 @@ MORE = re.compile(r"nproc-per-node[\"', =]+[3-9]")
 LONGER = (
     "tests/benchmarks/",
     "tests/docs/test_examples.py",
-    "tests/docs/test_notebook.py",
     "tests/docs/test_pages_in_order.py",
     "tests/docs/test_site.py",
     "tests/rehearsal/",
@@ -118,7 +116,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what runs later. Start with the tests that start four workers, because they take longest."""
     for item in items:
-        if item.path.relative_to(ROOT).as_posix().startswith(LONGER):
+        later = item.path.relative_to(ROOT).as_posix().startswith(LONGER)
+        if later and not item.get_closest_marker("exhaustive"):
             item.add_marker("longer")
     items.sort(key=lambda item: not _drives_four(item.path))
 

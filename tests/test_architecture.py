@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from rapidformer_templates.engines.assembly import Building
 from rapidformer_templates.planning.config import spelling
@@ -158,12 +156,6 @@ def _room_of(module: str) -> str | None:
     if package != SOURCE.name:
         return None
     return parts[0] if parts and parts[0] in FLOOR else "__init__"
-
-
-def test_the_source_has_these_rooms() -> None:
-    entries = {_room(path) for path in MODULES}
-    assert entries == FLOOR.keys()
-    assert len(entries - {"__init__", "__main__"}) <= 13
 
 
 def test_rooms_import_downwards() -> None:

@@ -20,9 +20,7 @@ OURS = Ours()
 LIFE = Life(seconds=2.0, killed_in=None, status=0, saves=(0.01, 0.02, 0.09), first_step=0.5)
 
 
-@pytest.mark.parametrize(
-    "kills", [pytest.param(2, marks=pytest.mark.longer), pytest.param(12, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.exhaustive)])
 def test_killed_runs_end_as_if_nobody_had_killed_them(kills: int, tmp_path: Path) -> None:
     report = run_faults(Solution(OURS), kills=kills, folder=tmp_path, seed=3)
     assert report.flawless, report.to_json()
@@ -30,14 +28,6 @@ def test_killed_runs_end_as_if_nobody_had_killed_them(kills: int, tmp_path: Path
     assert report.complete == report.identical > 0
 
 
-@pytest.mark.slow
-def test_a_kill_waits_for_a_save(tmp_path: Path) -> None:
-    life = Solution(OURS).spend_life(tmp_path / "run", Kill(Victim.ALL, 0, Place.SAVE, after=0.0))
-    assert life.killed_in is Place.SAVE
-    assert life.status is None
-
-
-@pytest.mark.longer
 @pytest.mark.distributed
 def test_runs_of_two_workers_are_killed_and_continue(tmp_path: Path) -> None:
     """Nine kills: a worker, the launcher and all of them, each in a save, in an exchange and at any time."""
@@ -111,11 +101,6 @@ def test_a_difference_is_named() -> None:
     assert difference(whole, {**whole, "weights": [("w", b"13")]}) == "weights, entry 1: w"
 
 
-def test_a_report_counts_what_went_wrong() -> None:
-    report = FaultReport("x", Counter({Place.SAVE: 3, Place.STEP: 2}), ["run-1: gone"], ["run-2: weights"], complete=3)
-    assert (report.survived, report.identical, report.flawless) == (4, 2, False)
-
-
 def test_the_exit_status_tells_of_a_run_of_ours_that_went_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +120,6 @@ def test_the_exit_status_tells_of_a_run_of_ours_that_went_wrong(
     assert main(["faults", "--kills", "2", "--no-peer"]) == 0
 
 
-@pytest.mark.longer
 @pytest.mark.distributed
 def test_faults_of_two_workers_are_reported_and_the_run_continues(tmp_path: Path) -> None:
     layout = Layout("ddp", tmp_path)

@@ -1,17 +1,20 @@
-"""Output and verdicts of ``bench planner``. Only one layout runs real steps, because all of them take minutes."""
+"""Predictions beside measurements: ``benchmarks planner`` with one real layout, and published runs."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import planner, planner_worker
+from benchmarks import planner, planner_worker, published_runs
 from benchmarks.__main__ import main
 from benchmarks.planner import CASES, EXPERTS, Case, Result, measure, notes
+from benchmarks.published_runs import command, kendall_tau, measured_seconds, predict_rows, weighted_median
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
 ALONE = Case("bert", Layout(micro_batch=2, recompute="full"))
@@ -49,7 +52,6 @@ def result(results: list[Result]) -> Result:
     return results[0]
 
 
-@pytest.mark.longer
 @pytest.mark.distributed
 def test_a_real_run_holds_what_was_predicted(result: Result) -> None:
     assert result.exact
@@ -58,7 +60,6 @@ def test_a_real_run_holds_what_was_predicted(result: Result) -> None:
     assert result.allocator == pytest.approx(result.measured, rel=0.005)
 
 
-@pytest.mark.longer
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", range(1, 1 + len(SHARDED)), ids=list(SHARDED))
 def test_shards_of_divided_sequences_hold_what_was_predicted(number: int, results: list[Result]) -> None:
@@ -67,7 +68,6 @@ def test_shards_of_divided_sequences_hold_what_was_predicted(number: int, result
     assert abs(found.error) < 0.01
 
 
-@pytest.mark.longer
 @pytest.mark.distributed
 def test_engines_on_fake_tensors_need_what_real_runs_need(results: list[Result]) -> None:
     errors = {result.case.name: result.engine_error for result in results}
@@ -86,7 +86,6 @@ def test_an_engine_on_fake_tensors_needs_what_a_real_run_needs() -> None:
     assert 0 <= max(real["peaks"]) - memory.peak < 100_000
 
 
-@pytest.mark.longer
 @pytest.mark.distributed
 def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (predicted, measured), *_ = result.held
@@ -116,3 +115,39 @@ def test_there_are_at_least_20_layouts_of_3_models_on_1_2_and_4_workers() -> Non
     assert {case.layout.world for case in CASES} == {1, 2, 4}
     ways = {case.layout.partitioning for case in CASES}
     assert ways == {"none", "distributed-optimizer", "zero-1", "zero-2", "zero-3", "fsdp"}
+
+
+with Path(published_runs.__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+    ROWS = {row["id"]: row for row in csv.DictReader(file)}
+
+
+def test_a_row_becomes_the_layout_that_it_names() -> None:
+    words = " ".join(command(ROWS["bloom-a100-054"], "FOLDER"))
+    assert "--world-size 384 --local-world-size 8" in words
+    assert "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 12" in words
+    assert "--pipeline-stages 7,7,7,7,7,7,6,6,6,6,6,6" in words  # 78 blocks
+    assert words.endswith("--zero-1-memory-optimization --fp16 --checkpoint-activations")
+
+
+def test_speeds_become_seconds() -> None:
+    row = {"value": "1000", "global_batch": "16", "seq_length": "2000", "gpus": "8"}
+    expected = {"step_seconds": 1000, "samples_per_second": 0.016, "tokens_per_second_per_gpu": 4}
+    assert {metric: measured_seconds({**row, "metric": metric}) for metric in expected} == expected
+
+
+def test_kendall_tau_counts_pairs_in_order() -> None:
+    assert kendall_tau([(1, 10), (2, 20), (3, 30)]) == 1
+    assert kendall_tau([(1, 30), (2, 20), (3, 10)]) == -1
+    assert kendall_tau([(1, 10), (2, 30), (3, 20)]) == pytest.approx(1 / 3)
+
+
+def test_a_long_series_has_one_vote() -> None:
+    values = [3.0, 1.0, 2.0, 7.0]
+    assert weighted_median([values]) == weighted_median([value] for value in values) == statistics.median(values)
+    assert weighted_median([[9.0] * 50, [1.0], [2.0]]) == 2
+
+
+def test_a_published_run_is_predicted() -> None:
+    (one, other) = predict_rows([ROWS["hf-bert-005"], {**ROWS["hf-bert-005"], "precision": "fp8"}])
+    assert abs(one["error"]) < 0.3
+    assert other["refused"].startswith("not usable")

@@ -23,13 +23,6 @@ def test_flags_and_peers_exist(name: str) -> None:
         assert set(solution.peers) <= LOOPS.keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("partitioning", 1_313_722_368), ("parallel", 1_313_722_368), ("mixed-precision", 110_106_428)]
-)
-def test_the_published_models_have_their_parameters(name: str, count: int) -> None:
-    assert sum(p.numel() for p in tables._parameters(TABLES[name].models["paper"])) == count
-
-
 def test_layouts_keep_the_global_batch_whatever_divides_the_model() -> None:
     of = TABLES["parallel"]
     for name, solution in of.solutions.items():
@@ -90,7 +83,6 @@ def _measured(folder: Path, words: str) -> dict[str, dict[str, object]]:
     return rows
 
 
-@pytest.mark.longer
 @pytest.mark.distributed
 def test_a_solution_of_two_workers_is_compared_with_its_peer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -99,12 +91,9 @@ def test_a_solution_of_two_workers_is_compared_with_its_peer(
     assert list(rows) == ["none", "accelerate DDP", "fsdp", "torch fully_shard"]
     assert rows["none"]["loss"] == pytest.approx(rows["accelerate DDP"]["loss"], rel=1e-5)
     assert rows["fsdp"]["held"][0]["parameter_bytes"] < rows["none"]["held"][0]["parameter_bytes"]
-    shown = capsys.readouterr().out
-    assert "× accelerate DDP; goal 1.0 ×" in shown
-    assert "4.00 / 4.00 / 8.00" in shown.replace("\n", "") or "held" in shown
+    assert "× accelerate DDP; goal 1.0 ×" in capsys.readouterr().out
 
 
-@pytest.mark.longer
 def test_utilisation_is_measured_beside_its_peers(tmp_path: Path) -> None:
     rows = _measured(tmp_path, "mfu --solutions eager")
     assert list(rows) == ["eager", *TABLES["mfu"].solutions["eager"].peers]
@@ -113,7 +102,6 @@ def test_utilisation_is_measured_beside_its_peers(tmp_path: Path) -> None:
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-3 if cpu_is_fast_at_bf16() else 1e-5)
 
 
-@pytest.mark.longer
 def test_all_solutions_of_a_graph_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxruntime", reason="needs ONNX Runtime: pip install 'rapidformer_templates[onnx-runtime]'")
     rows = _measured(tmp_path, "graph --solutions fp32,ORT")

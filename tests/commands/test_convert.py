@@ -14,13 +14,6 @@ import yaml
 
 from rapidformer_templates.commands.convert import reader
 from rapidformer_templates.commands.convert.cli import as_yaml, converted, refusal_of
-from rapidformer_templates.commands.convert.reader import (
-    Options,
-    Value,
-    convert_megatron,
-    convert_trainer,
-    rules_of,
-)
 from rapidformer_templates.commands.convert.shell import commands
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import RapidformerError
@@ -34,9 +27,9 @@ CONFIGURATIONS = Path(__file__).parents[1] / "support" / "configurations"
 
 NAMES = sorted(file.name for file in CONFIGURATIONS.iterdir() if ".ours." not in file.name)
 OPTIONS = {
-    "llama-factory-sft.yaml": Options(world_size=2),
-    "llama-factory-v1.yaml": Options(world_size=4, task="causal_lm"),
-    "transformers-arguments.json": Options(task="sequence_classification"),
+    "llama-factory-sft.yaml": reader.Options(world_size=2),
+    "llama-factory-v1.yaml": reader.Options(world_size=4, task="causal_lm"),
+    "transformers-arguments.json": reader.Options(task="sequence_classification"),
 }
 
 
@@ -60,7 +53,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_configuration_becomes_ours_and_resolves(name: str, desk: Path) -> None:
     shutil.copy(CONFIGURATIONS / name, desk)
-    kind, result = converted(desk / name, None, OPTIONS.get(name, Options()))
+    kind, result = converted(desk / name, None, OPTIONS.get(name, reader.Options()))
     assert name.startswith(kind)
     ours = as_yaml(result, f"{result.workers} workers")
     assert ours == (CONFIGURATIONS / f"{Path(name).stem}.ours.yaml").read_text()
@@ -78,18 +71,20 @@ KEYS = yaml.safe_load((CONFIGURATIONS.parent / "converted_keys.yaml").read_text(
 
 
 @pytest.mark.parametrize("case", KEYS, ids=lambda case: f"{case[0]}: {case[1]}"[:80])
-def test_keys_become_flags(case: tuple[str, dict[str, Value], dict[str, object], *tuple[str, ...]], desk: Path) -> None:
+def test_keys_become_flags(
+    case: tuple[str, dict[str, reader.Value], dict[str, object], *tuple[str, ...]], desk: Path
+) -> None:
     name, more, expected, *left = case
-    result = convert_trainer(name.replace("trl", "transformers"), SMALL[name] | more, Options())
+    result = reader.convert_trainer(name.replace("trl", "transformers"), SMALL[name] | more, reader.Options())
     assert {flag: result.flags.get(flag) for flag in expected} == expected
     is_named = any(setting.startswith(left[0]) for setting in result.left) if left else not result.left
     assert is_named, result.left
 
 
 def test_defaults_that_depend_on_what_a_file_does_not_say_are_notes(desk: Path, says: Says) -> None:
-    says.text("\n".join(convert_trainer("axolotl", AXOLOTL, Options()).notes))
-    says.text("\n".join(convert_trainer("axolotl", AXOLOTL | {"warmup_steps": 10}, Options()).notes))
-    says.text("\n".join(convert_trainer("transformers", TRL | {"use_peft": True}, Options()).notes))
+    says.text("\n".join(reader.convert_trainer("axolotl", AXOLOTL, reader.Options()).notes))
+    says.text("\n".join(reader.convert_trainer("axolotl", AXOLOTL | {"warmup_steps": 10}, reader.Options()).notes))
+    says.text("\n".join(reader.convert_trainer("transformers", TRL | {"use_peft": True}, reader.Options()).notes))
 
 
 LLAMA = {
@@ -103,25 +98,27 @@ SIZES = {"num-layers": 2, "hidden-size": 4096, "num-attention-heads": 32, "train
 def test_only_the_arguments_of_a_llama_make_one(missing: str | None) -> None:
     """Without one of them, Megatron-LM builds a model that transformers does not have."""
     arguments = {name: value for name, value in LLAMA.items() if name != missing}
-    result = convert_megatron("pretrain_gpt.py", SIZES | arguments, None, Options())
+    result = reader.convert_megatron("pretrain_gpt.py", SIZES | arguments, None, reader.Options())
     assert result.flags.get("model_type") == (None if missing else "llama")
     assert any(hint == reader.OWN_MODEL and missing in left for left, hint in result.left.items()) if missing else True
 
 
 @pytest.mark.parametrize("only", [{"position-embedding-type": "rope"}, {"swiglu": True}, {"num-query-groups": 8}])
-def test_one_argument_does_not_make_a_llama(only: dict[str, Value]) -> None:
-    result = convert_megatron("pretrain_gpt.py", SIZES | only, None, Options())
+def test_one_argument_does_not_make_a_llama(only: dict[str, reader.Value]) -> None:
+    result = reader.convert_megatron("pretrain_gpt.py", SIZES | only, None, reader.Options())
     assert "model_type" not in result.flags
     assert {f"{name}: {reader.shown(value)}" for name, value in only.items()} <= result.left.keys()
-    assert convert_megatron("pretrain_gpt.py", SIZES, None, Options()).flags["model_type"] == "gpt2"
+    assert reader.convert_megatron("pretrain_gpt.py", SIZES, None, reader.Options()).flags["model_type"] == "gpt2"
 
 
 def test_exponential_decay_of_megatron_is_not_another_one() -> None:
     more = {"lr-decay-style": "WSD", "lr-wsd-decay-samples": 200, "global-batch-size": 2, "micro-batch-size": 1}
-    result = convert_megatron("pretrain_gpt.py", SIZES | more, None, Options())
+    result = reader.convert_megatron("pretrain_gpt.py", SIZES | more, None, reader.Options())
     assert (result.flags["lr_wsd_decay_iters"], "lr_wsd_decay_style" in result.flags) == (100, False)
     assert "lr-wsd-decay-style: exponential" in result.left
-    result = convert_megatron("pretrain_gpt.py", SIZES | more | {"lr-wsd-decay-style": "minus_sqrt"}, None, Options())
+    result = reader.convert_megatron(
+        "pretrain_gpt.py", SIZES | more | {"lr-wsd-decay-style": "minus_sqrt"}, None, reader.Options()
+    )
     assert result.flags["lr_wsd_decay_style"] == "1-sqrt"
 
 
@@ -148,9 +145,9 @@ def test_workers_decide_the_global_batch(desk: Path, capsys: pytest.CaptureFixtu
 
 def test_samples_turn_shares_into_numbers(desk: Path) -> None:
     values = {"output_dir": "out", "logging_steps": 0.25, "gradient_accumulation_steps": 2}
-    result = convert_trainer("transformers", values, Options(world_size=8, samples=1650))
+    result = reader.convert_trainer("transformers", values, reader.Options(world_size=8, samples=1650))
     assert (result.flags["train_iters"], result.flags["log_interval"]) == ("3epochs", 10)  # a quarter of 3 × 13
-    result = convert_trainer("axolotl", AXOLOTL | {"val_set_size": 100}, Options(samples=1000))
+    result = reader.convert_trainer("axolotl", AXOLOTL | {"val_set_size": 100}, reader.Options(samples=1000))
     assert (result.flags["validation_fraction"], result.left) == (0.1, {})
 
 
@@ -226,14 +223,14 @@ def test_strange_values_raise_errors_for_users_only(name: str, desk: Path) -> No
     """Each key of the rules has three strange values. It becomes flags, is named, or is refused with a message."""
     kinds = [*SECTIONS.values(), *switch_options().values()]
     flags = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-    keys = [key for section in reader.RULES[name] for key in rules_of(section)]
+    keys = [key for section in reader.RULES[name] for key in reader.rules_of(section)]
     count = 0
     for key, value in zip(keys * 3, cycle(STRANGE)):
         with suppress(RapidformerError):
             if name == "megatron":
-                result = convert_megatron("pretrain_gpt.py", SIZES | {key: value}, None, Options())
+                result = reader.convert_megatron("pretrain_gpt.py", SIZES | {key: value}, None, reader.Options())
             else:
-                result = convert_trainer(name.partition(",")[0], EVERY[name] | {key: value}, Options())
+                result = reader.convert_trainer(name.partition(",")[0], EVERY[name] | {key: value}, reader.Options())
             as_yaml(result, "converted")
             assert result.flags.keys() <= flags, (key, value)
             count += 1
@@ -242,10 +239,10 @@ def test_strange_values_raise_errors_for_users_only(name: str, desk: Path) -> No
 
 def test_format_that_is_named_is_used(desk: Path) -> None:
     (desk / "arguments.txt").write_text("python pretrain_bert.py --train-iters 5 --micro-batch-size 2\n")
-    kind, result = converted(desk / "arguments.txt", "megatron", Options())
+    kind, result = converted(desk / "arguments.txt", "megatron", reader.Options())
     assert (kind, result.flags["model_type"], result.flags["sentence_pairs"]) == ("megatron", "megatron-bert", True)
     (desk / "few.yaml").write_text(MISTAKES["few.yaml"])
-    assert converted(desk / "few.yaml", "llama-factory", Options())[0] == "llama-factory"
+    assert converted(desk / "few.yaml", "llama-factory", reader.Options())[0] == "llama-factory"
 
 
 @pytest.mark.parametrize("more", [["--task", "pretraining"], ["--task", "masked_lm"]])
@@ -261,7 +258,7 @@ def test_arguments_of_transformers_that_nobody_has_set_are_not_named(desk: Path)
     from transformers import TrainingArguments
 
     (desk / "args.json").write_text(TrainingArguments(output_dir="out").to_json_string())
-    result = converted(desk / "args.json", None, Options())[1]
+    result = converted(desk / "args.json", None, reader.Options())[1]
     assert result.left == {}
     expected = {
         "micro_batch_size": 8, "epochs": 3, "lr": 5e-05, "lr_decay_style": "linear", "weight_decay": 0.0, "seed": 42,

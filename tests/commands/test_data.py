@@ -11,7 +11,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from rapidformer_templates.commands.data import main
-from rapidformer_templates.commands.main import main as rapidformer
 from rapidformer_templates.data.indexed import tools as indexed_tools
 from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from rapidformer_templates.data.indexed.writer import BLOCK, IndexedWriter
@@ -32,13 +31,6 @@ def answer(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) 
     assert main(list(map(str, words))) == status
     shown = capsys.readouterr()
     return shown.err if status == 2 else shown.out
-
-
-def test_the_command_is_part_of_rapidformer(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ([], ["preprocess"], ["merge"], ["inspect"], ["verify"], ["tokenizer"]):
-        with pytest.raises(SystemExit, match="0"):
-            rapidformer(["data", *command, "--help"])
-        assert capsys.readouterr().out.startswith(f"usage: {' '.join(['rapidformer data', *command])}")
 
 
 @pytest.mark.slow

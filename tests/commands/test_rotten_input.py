@@ -27,7 +27,6 @@ from rapidformer_templates.data.indexed.writer import read_sums
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import documents
-from rapidformer_templates.engines.shards import Shard, whole_shard
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.loading import build_config, build_model
 from rapidformer_templates.models.model_files import load_tokenizer
@@ -41,6 +40,7 @@ from rapidformer_templates.run.saving import show_changes
 from rapidformer_templates.switches.lora.exported import base_of, check_base
 from tests.support.indexed_sets import numbered
 from tests.support.rotten_input import DEEPSPEED_FILE, Rotten
+from tests.support.shelf import Shelf
 from tests.support.texts import ARCHITECTURES, ROW_OF, TEXTS, TINY
 from tests.support.worker_pool import alone
 
@@ -199,16 +199,6 @@ def read_adapters(folder: Path) -> None:
     check_base(torch.nn.Linear(2, 2), folder, "base")
 
 
-class OneTensor:
-    """A stand-in for an engine."""
-
-    def shards(self, kind: str) -> Iterator[Shard]:
-        return iter([whole_shard("w", torch.arange(6.0))] if kind == "weights" else [])
-
-    def state(self) -> dict[str, Any]:
-        return {"optimizer": "None"}
-
-
 def in_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
@@ -307,7 +297,7 @@ def run_readers(folder: Path) -> Iterator[tuple[str, Rotten]]:
     yield "plan.json", Rotten(run, "plan.json", read_run, 10)
     yield "metrics.jsonl", Rotten(run, "metrics.jsonl", read_run, 10)
     yield "task.json", Rotten(run, "model/task.json", read_run, 10)
-    checkpoint.save(folder, 3, OneTensor(), {"samples": 4}, alone())
+    checkpoint.save(folder, 3, Shelf(), {"samples": 4}, alone())
     saved = {name: content for name, content in files_in(folder).items() if name.startswith("step-3/")}
     for name in saved:
         yield Path(name).name, Rotten(saved, name, read_checkpoint)

@@ -1,6 +1,6 @@
 """The commands of each page run in the page's order, on small files in a scratch folder.
 
-A command is only left out with a reason of :data:`NOT_RUN`. ``tests/docs/test_commands.py`` plans or parses it.
+A command is only left out with a reason of :data:`NOT_RUN`. ``tests/docs/test_docs.py`` plans or parses it.
 """
 
 from __future__ import annotations

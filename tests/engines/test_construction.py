@@ -250,11 +250,7 @@ STARTS = {
     for name, more in (("", ""), (", bf16", "--mixed-precision bf16"))
 }
 STARTS["wide, zero-3, nvme, bf16"] = "wide", 2, f"{ENGINES['zero-3']} --nvme-path FOLDER --mixed-precision bf16"
-BY_DEFAULT = {
-    "unusual, fsdp, 2 workers",
-    "unusual, zero-3, 2 workers",
-    "classifier, zero-3, 2 workers, bf16",
-}
+BY_DEFAULT = {"unusual, fsdp, 2 workers", "unusual, zero-3, 2 workers", "classifier, zero-3, 2 workers, bf16"}
 
 
 def _start(workers: Workers, kind: str, flags: str) -> tuple[Trained, int]:

@@ -18,6 +18,7 @@ from rapidformer_templates.engines.optimizer_state import HostOptimizer
 from rapidformer_templates.engines.recipe import OptimizerSpec, undecayed
 from rapidformer_templates.errors import CheckpointError
 from tests.support.jobs import CausalJob
+from tests.support.lines import Died
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
@@ -77,10 +78,6 @@ class Estimating(torch.optim.Optimizer):
 RULES: dict[str, Any] = {"fused": FusedAdam, "torch": torch.optim.AdamW, "estimating": Estimating}
 
 
-class _Died(Exception):
-    """Simulates the death of a run."""
-
-
 class _Job(CausalJob):
     rule: ClassVar[str]
     dies: ClassVar[bool]
@@ -91,7 +88,7 @@ class _Job(CausalJob):
     def on_step_end(self, step: int, result: Any) -> None:
         super().on_step_end(step, result)
         if self.dies and step > SAVED:
-            raise _Died
+            raise Died
 
 
 def _run(folder: str | None, rule: str, flags: str = "", *, dies: bool = False) -> list[tuple[float, float]]:
@@ -103,7 +100,7 @@ def _run(folder: str | None, rule: str, flags: str = "", *, dies: bool = False) 
     files = f"--save {folder} --save-interval {SAVED} --keep-checkpoints 3".split() if folder else []
     job = kind([*FLAGS.split(), *files, *flags.split()])
     if dies:
-        with pytest.raises(_Died):
+        with pytest.raises(Died):
             job.fit()
     else:
         job.fit()

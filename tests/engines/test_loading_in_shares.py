@@ -50,20 +50,11 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("gpt2", "float16"),
-    Case("llama", "bfloat16", "several"),
-    Case("mixtral", "bfloat16"),
-    Case("bert", "float32"),
-    Case("gpt2", "bfloat16", "adapters"),
-    Case("llama", "float16", "bin"),
-    Case("llama", "bfloat16", "old bin"),
-    Case("gpt2", "bfloat16", "converted"),
-    Case("gpt2", "float32"),
-    Case("llama", "float32"),
-    Case("mixtral", "float16", "several"),
-    Case("mixtral", "float32"),
-    Case("bert", "bfloat16"),
-]
+    Case("gpt2", "float16"), Case("llama", "bfloat16", "several"), Case("mixtral", "bfloat16"), Case("bert", "float32"),
+    Case("gpt2", "bfloat16", "adapters"), Case("llama", "float16", "bin"), Case("llama", "bfloat16", "old bin"),
+    Case("gpt2", "bfloat16", "converted"), Case("gpt2", "float32"), Case("llama", "float32"),
+    Case("mixtral", "float16", "several"), Case("mixtral", "float32"), Case("bert", "bfloat16"),
+]  # fmt: skip
 DEFAULT = [(2, CASES[1]), (2, CASES[2])]
 
 

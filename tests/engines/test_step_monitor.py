@@ -1,10 +1,11 @@
-"""The host runs ahead of the device: it reads nothing, and notices in time that a step went wrong.
+"""The host runs ahead of the device: it reads nothing, and notices in time that a step went wrong or overflowed.
 
 There is no GPU here. The tests make an engine believe that it must not read, and count every read of a tensor.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,16 @@ import pytest
 import torch
 
 from rapidformer_templates import OptimizerSpec
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.current_batch import mask_answers, watch_positions
 from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.step import DynamicLossScale
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.ahead import FLAGS, CountReads, Line
+from tests.support.jobs import CausalJob
+from tests.support.mask_hooks import HOOKS, _batch, _model, job_of
 from tests.support.parity import trained
 
 
@@ -114,8 +120,6 @@ def test_non_finite_loss_is_heard_of_late_and_has_touched_nothing(interval: str,
 
 @pytest.mark.usefixtures("ahead")
 def test_overflow_in_fp16_skips_its_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rapidformer_templates.engines.step import DynamicLossScale
-
     monkeypatch.setattr("rapidformer_templates.engines.local.DynamicLossScale", lambda: DynamicLossScale(2.0**20))
     job = Line([*FLAGS, "--train-iters", "8", "--mixed-precision", "fp16", "--no-save"])
     job.fit()
@@ -138,3 +142,103 @@ def test_other_count_is_heard_of_and_has_touched_nothing() -> None:
         job.fit()
     assert len(job.weights) == 5  # the fourth step was wrong, which the host noticed when the sixth began
     assert torch.equal(job.weights[4][0], job.weights[2][0])
+
+
+OVERFLOWS = "--lr 1e-3 --train-iters 6 --micro-batch-size 4 --log-interval 1 --mixed-precision fp16"
+
+
+def test_scale_halves_on_overflow_and_grows_after_good_steps() -> None:
+    scale = DynamicLossScale(1024.0, growth_interval=3)
+    scale.update(overflow=True)
+    assert scale.scale == 512
+    for expected in (512, 512, 1024, 1024):
+        scale.update(overflow=False)
+        assert scale.scale == expected
+    scale.update(overflow=True)
+    restored = DynamicLossScale()
+    restored.load_state(scale.state())
+    assert restored.state() == scale.state() == {"scale": 512.0, "good_steps": 0}
+
+
+class Overflowing(CausalJob):
+    """Starts with a loss scale beyond the range of fp16, and records the weights before each step."""
+
+    def on_train_start(self) -> None:
+        self.weights: list[torch.Tensor] = [self.flat()]
+
+    def flat(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()]).clone()
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        self.weights.append(self.flat())
+
+
+@pytest.mark.parametrize("start", [2.0**127, 65536.0])
+def test_overflowed_steps_are_skipped_and_leave_the_weights(
+    start: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rapidformer_templates.engines.local.DynamicLossScale", lambda: DynamicLossScale(start, growth_interval=2000)
+    )
+    job = Overflowing([*OVERFLOWS.split(), "--save", str(tmp_path / "run")])
+    job.fit()
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    skipped = [line["skipped"] for line in lines]
+    assert [line["grad_norm"] is None for line in lines] == skipped
+    moved = [not torch.equal(a, b) for a, b in zip(job.weights[:-1], job.weights[1:], strict=True)]
+    assert moved == [not skip for skip in skipped]
+    assert skipped[0] == (start > 65536)
+    assert all(torch.isfinite(weights).all() for weights in job.weights)
+
+
+@pytest.mark.parametrize("kind", ["no mask", "full mask", "padded", "packed"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_a_forward_reads_nothing_and_is_the_same(name: str, kind: str) -> None:
+    model = _model(name)
+    batch = _batch(kind)
+    microbatch = _looked_at(batch)
+    with torch.no_grad(), CountReads() as plain:
+        expected = model(**batch).logits
+    watch_positions(model)
+    with torch.no_grad(), mask_answers(microbatch, batch), CountReads() as counted:
+        actual = model(**batch).logits
+    assert counted.reads == 0
+    assert (plain.reads > 0) == (kind in ("full mask", "padded") or name in ("gpt2", "llama"))
+    assert torch.equal(actual, expected)
+
+
+def _looked_at(batch: Any) -> MicroBatch:
+    microbatch = MicroBatch(batch, [0, 1])
+    microbatch.inspect_masks()
+    return microbatch
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_what_the_hook_gives_the_model_is_what_counts(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that runs ahead trains to the same last digit as one that reads everything."""
+    runs = []
+    for ahead in (False, True):
+        monkeypatch.setattr(SingleEngine, "_supports_async_step", lambda self, ahead=ahead: ahead)
+        runs.append(job_of(hook))
+    assert runs[0].losses == runs[1].losses
+    for one, other in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_answers_are_of_one_thread() -> None:
+    model = _model("llama")
+    watch_positions(model)
+    padded, full = _batch("padded"), _batch("full mask")
+    with torch.no_grad():
+        expected = model(**padded).logits
+    found: list[torch.Tensor] = []
+
+    def elsewhere() -> None:
+        with torch.no_grad():
+            found.append(model(**padded).logits)
+
+    with mask_answers(_looked_at(full), full):
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        other.join()
+    assert torch.equal(found[0], expected)

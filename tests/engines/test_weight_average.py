@@ -120,10 +120,7 @@ def test_a_resumed_run_is_bitwise_the_whole_one(averaged: dict[str, Any], tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    [
-        "--micro-batch-size 8",
-        pytest.param("--micro-batch-size 8 --zero-2-memory-optimization", marks=NEEDS_DEEPSPEED),
-    ],
+    ["--micro-batch-size 8", pytest.param("--micro-batch-size 8 --zero-2-memory-optimization", marks=NEEDS_DEEPSPEED)],
 )
 def test_an_average_is_not_kept_where_nobody_asks_for_it(how: str, tmp_path: Path) -> None:
     """An average that is requested later starts with the first step from then on."""

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoTokenizer, BertConfig
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.adapters import new_modules_of
 from rapidformer_templates.models.architectures import dropout_rates, objective_of, positions_of, scratch_config
 from rapidformer_templates.models.loading import build_model, check_seq_length
-from rapidformer_templates.models.model_files import OWN_EXPERTS, load_tokenizer, padded_vocab_size
+from rapidformer_templates.models.model_files import OWN_EXPERTS, load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.registry import REGISTRY
 from tests.support.messages import Says
 from tests.support.texts import TINY, Configure
 
 pytestmark = pytest.mark.usefixtures("offline")
+
 
 HEADS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
 
@@ -212,7 +217,7 @@ def test_positions_reach_the_sequence_length(bert_folder: Path, configure: Confi
 
 
 def test_a_rate_of_zero_may_be_written_as_a_whole_number() -> None:
-    default = BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0.0, classifier_dropout=None)
+    default = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0.0, classifier_dropout=None)
     assert dropout_rates(default, 0.5) == {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
 
 
@@ -222,14 +227,10 @@ def test_a_token_visits_as_many_experts_as_there_are(experts: int, model_type: s
     given = {"model_type": model_type, "tokenizer_path": str(gpt_folder), "num_experts": experts, **TINY}
     config = REGISTRY.complete(RunConfig()).replace("command line", **given)
     built = scratch_config(config, "AutoModelForCausalLM", load_tokenizer(config))
-    usual = CONFIG_MAPPING[model_type]().num_experts_per_tok
+    usual = transformers.CONFIG_MAPPING[model_type]().num_experts_per_tok
     assert built.num_experts_per_tok == min(experts, usual)
     asked = config.replace("command line", moe_top_k=1)
     assert scratch_config(asked, "AutoModelForCausalLM", load_tokenizer(asked)).num_experts_per_tok == 1
-
-
-def test_padded_vocab_size() -> None:
-    assert [padded_vocab_size(n) for n in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
 
 
 def test_tokenizers_from_files_equal_those_from_folders(
@@ -238,7 +239,7 @@ def test_tokenizers_from_files_equal_those_from_folders(
     text = "The big CAT sleeps, say hello"
     files = {"vocab_file": str(bert_folder / "vocab.txt")}
     lower = load_tokenizer(configure(tokenizer_type="BertWordPieceLowerCase", **files))
-    assert lower(text)["input_ids"] == AutoTokenizer.from_pretrained(bert_folder)(text)["input_ids"]
+    assert lower(text)["input_ids"] == transformers.AutoTokenizer.from_pretrained(bert_folder)(text)["input_ids"]
     cased = load_tokenizer(configure(tokenizer_type="BertWordPieceCase", **files))
     assert cased("CAT")["input_ids"] == [2, 1, 3]  # the tokenizer knows only lower case
     files = {"vocab_file": str(gpt_folder / "vocab.json"), "merge_file": str(gpt_folder / "merges.txt")}
@@ -259,3 +260,111 @@ def test_tokenizers_that_are_not_there(configure: Configure, tmp_path: Path, say
     ):  # fmt: skip
         with says(ModelError):
             load_tokenizer(configure(**flags))
+
+
+Weights = dict[str, torch.Tensor]
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+CAUSAL, TEXTS, MASKED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
+CLASSES, PAIRS = "AutoModelForSequenceClassification", "AutoModelForPreTraining"
+LLAMA = transformers.LlamaConfig(vocab_size=400, **SIZES, pad_token_id=0)
+BERT = transformers.BertConfig(vocab_size=400, **SIZES)
+GPT2 = transformers.GPT2Config(vocab_size=400, n_embd=16, n_layer=2, n_head=2)
+T5 = transformers.T5Config(vocab_size=400, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+
+
+def _without(name: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {other: weight for other, weight in weights.items() if other != name}
+
+
+def _with(end: str, tensor: torch.Tensor) -> Callable[[Weights], Weights]:
+    """Add a tensor to each block, as other architectures or former versions of transformers have it."""
+
+    def add(weights: Weights) -> Weights:
+        blocks = {name[: match.end()] for name in weights if (match := re.search(r"\.\d+", name))}
+        return weights | {f"{block}.{end}": tensor.clone() for block in blocks}
+
+    return add
+
+
+def _with_head(weights: Weights) -> Weights:
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+
+class Folder(NamedTuple):
+    """A folder, and what happens with it.
+
+    Attributes:
+        saved: the class and configuration that were saved.
+        auto_class: the class that the task needs.
+        new: the names of the modules that begin with random values. None: the folder is refused.
+        change: changes the weights in the folder.
+        config: changes of its ``config.json``.
+        labels: number of labels of the task.
+    """
+
+    saved: tuple[type[transformers.PreTrainedModel], transformers.PreTrainedConfig]
+    auto_class: str
+    new: set[str] | None = None
+    change: Callable[[Weights], Weights] = lambda weights: weights
+    config: dict[str, Any] | None = None
+    labels: int | None = None
+
+
+LM = (transformers.LlamaForCausalLM, LLAMA)
+DENSE, QUERY = "cls.predictions.transform.dense.weight", "decoder.block.1.layer.0.SelfAttention.q.weight"
+TIED = transformers.LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": True})
+FOLDERS = {
+    "no head": Folder(LM, CAUSAL, change=_without("lm_head.weight")),
+    "body": Folder((transformers.LlamaModel, LLAMA), CAUSAL),
+    "classifier": Folder((transformers.LlamaForSequenceClassification, LLAMA), CAUSAL),
+    "classifier without a head": Folder(
+        (transformers.BertForSequenceClassification, BERT), CLASSES, change=_without("classifier.weight"), labels=2
+    ),
+    "half of a masked head": Folder((transformers.BertForMaskedLM, BERT), MASKED, change=_without(DENSE)),
+    "no layer of t5": Folder((transformers.T5ForConditionalGeneration, T5), TEXTS, change=_without(QUERY)),
+    "too few blocks": Folder(LM, CAUSAL, config={"num_hidden_layers": 4}),
+    "too many blocks": Folder(LM, CAUSAL, config={"num_hidden_layers": 2}),
+    "vocabulary": Folder(LM, CAUSAL, config={"vocab_size": 500}),
+    "width": Folder(LM, CAUSAL, config={"intermediate_size": 48}),
+    "tied in the configuration alone": Folder(LM, CAUSAL, config={"tie_word_embeddings": True}),
+    "biases of qwen2": Folder(LM, CAUSAL, change=_with("self_attn.q_proj.bias", torch.zeros(16))),
+    "norms of qwen3": Folder(LM, CAUSAL, change=_with("self_attn.q_norm.weight", torch.ones(8))),
+    "frequencies of former versions": Folder(LM, CAUSAL, set(), _with("self_attn.rotary_emb.inv_freq", torch.ones(4))),
+    "masks of former versions": Folder(
+        (transformers.GPT2LMHeadModel, GPT2),
+        CAUSAL,
+        set(),
+        _with("attn.bias", torch.ones(1, 1, 8, 8, dtype=torch.bool)),
+    ),
+    "tied, in two copies": Folder((transformers.LlamaForCausalLM, TIED), CAUSAL, set(), _with_head),
+    "new classifier": Folder((transformers.LlamaModel, LLAMA), CLASSES, {"score"}, labels=3),
+    "new pooler": Folder((transformers.BertForMaskedLM, BERT), CLASSES, {"bert.pooler.dense", "classifier"}, labels=3),
+    "classifier for other labels": Folder(
+        (transformers.BertForSequenceClassification, BERT), CLASSES, {"classifier"}, labels=3
+    ),
+    "new head for pairs": Folder(
+        (transformers.BertForMaskedLM, BERT), PAIRS, {"bert.pooler.dense", "cls.seq_relationship"}
+    ),
+    "new masked head": Folder(
+        (transformers.BertModel, BERT),
+        MASKED,
+        {"cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_whole_or_refused(
+    name: str, tmp_path: Path, gpt_folder: Path, configure: Configure, says: Says
+) -> None:
+    (kind, config), auto_class, new, change, changed, labels = FOLDERS[name]
+    kind(config).save_pretrained(tmp_path)
+    save_file(change(load_file(tmp_path / "model.safetensors")), tmp_path / "model.safetensors", {"format": "pt"})
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(saved | (changed or {})))
+    flags = configure(pretrained_model_name_or_path=str(tmp_path), tokenizer_path=str(gpt_folder))
+    options = {"num_labels": labels} if labels else {}
+    with says(ModelError) if new is None else contextlib.nullcontext():
+        model = build_model(flags, auto_class, transformers.AutoTokenizer.from_pretrained(gpt_folder), **options)
+        assert set(new_modules_of(model)) >= (new or set())
+        assert bool(new_modules_of(model)) == bool(new)

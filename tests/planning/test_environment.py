@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,6 @@ from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.environment import detect, detect_accelerator, detect_gpu
 from tests.support.messages import Says
-
-SOURCES = Path(environment.__file__).parents[1]
-OF_ONE_KIND = {"commands/doctor.py", "switches/fused_loss/transform.py", "switches/onnx_runtime/backend.py"}
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +70,3 @@ def test_torch_is_imported_only_where_its_build_says_that_there_may_be_another(
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **unused: ())
     assert environment._may_have_another_kind() == asks
     assert detect_gpu() is None
-
-
-def test_only_one_module_speaks_of_one_kind_of_device() -> None:
-    naming = {
-        str(path.relative_to(SOURCES))
-        for path in SOURCES.rglob("*.py")
-        if re.search(r"torch\.cuda\.|\.is_cuda\b(?!\.__get__)|\.type [!=]= \"cuda\"", path.read_text(encoding="utf-8"))
-    }
-    bench = {name for name in naming if name.startswith("commands/bench/")}  # they are compared with peers that name it
-    assert naming - bench == OF_ONE_KIND

@@ -181,16 +181,11 @@ def test_every_metric_of_a_task_has_a_direction(task: str) -> None:
 def test_metrics_of_the_tasks_are_those_that_they_compute() -> None:
     """The names come from a table, so no plan has to import sklearn for them."""
     made: dict[str, Any] = {
-        "sequence_classification": ([0, 1], [0, 1]),
-        "token_classification": ([["O", "B-X"]], [["O", "B-X"]]),
-        "masked_lm": ([np.array([1])], [np.array([1])]),
-        "causal_lm": ([np.array([1])], [np.array([1])]),
-        "pretraining": ([np.array([1])], [np.array([1])]),
-        "seq2seq_lm": (["a"], ["a"]),
-        "question_answering": ([], []),
-        "preference": ([(1.0, 0.0)], [None]),
-        "reward": ([(1.0, 0.0)], [None]),
-    }
+        "sequence_classification": ([0, 1], [0, 1]), "token_classification": ([["O", "B-X"]], [["O", "B-X"]]),
+        "masked_lm": ([np.array([1])], [np.array([1])]), "causal_lm": ([np.array([1])], [np.array([1])]),
+        "pretraining": ([np.array([1])], [np.array([1])]), "seq2seq_lm": (["a"], ["a"]), "question_answering": ([], []),
+        "preference": ([(1.0, 0.0)], [None]), "reward": ([(1.0, 0.0)], [None]),
+    }  # fmt: skip
     for task, (predictions, references) in made.items():
         kind = load_object(TASKS[task].implementation)
         blank = kind.__new__(kind)

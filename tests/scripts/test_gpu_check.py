@@ -24,7 +24,6 @@ def check() -> Any:
     return module
 
 
-@pytest.mark.longer
 def test_a_part_that_takes_too_long_is_ended_and_keeps_what_it_wrote(check: Any, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     code = f"import time; open({str(result)!r}, 'w').write('[1]'); print('begun', flush=True); time.sleep(60)"
@@ -68,7 +67,6 @@ def test_goals_are_laid_beside_what_was_measured(check: Any) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_a_profile_is_recorded(check: Any, tmp_path: Path) -> None:
     check.record("tiny", "cpu", tmp_path)
     found = json.loads((tmp_path / "run/profile/summary.json").read_text())

@@ -1,4 +1,4 @@
-"""The mistakes of scripts/mistakes.py: their messages, and that those that need no torch do not import it."""
+"""The mistakes of scripts/mistakes.py, and that each changed line of scripts/mutations.toml fails a test."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.mistakes import CASES, WORDS, Case, Outcome, as_row, main, prepare, problems_of
+from scripts.mutations import LINES, with_line
 
 LIGHT = [case for case in CASES if not case.needs_torch]
 
@@ -63,7 +64,6 @@ def test_a_wrong_outcome_is_a_problem() -> None:
     assert len(problems_of(Case("flag", "--x", "did you mean"), outcome)) == 3
 
 
-@pytest.mark.slow
 def test_the_script_measures_each_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,3 +73,10 @@ def test_the_script_measures_each_command(
     assert [len(outcome["problems"]) for outcome in outcomes] == [0, 1]
     assert all(outcome["processor"] > 0 for outcome in outcomes)
     assert "2 mistakes. Without torch: at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_changed_line_fails_a_test(name: str) -> None:
+    failed = with_line(LINES[name])
+    assert failed is not None
+    assert failed.startswith(LINES[name].tests), failed

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rapidformer_templates import Data, Trainer
+from tests.support import lines
 
 FLAGS = ["--lr", "0.1", "--micro-batch-size", "4", "--weight-decay", "0.1"]
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
 
 
-class Line(Trainer):
-    """Fits y = 2x + 1 and records weights, loss and norm of each step. Sample ``poisoned`` has an infinite x."""
+class Line(lines.Line):
+    """Records weights, loss and norm of each step."""
 
-    poisoned: int | None = None
-
-    def build_data(self) -> Data:
-        x = np.random.default_rng(0).normal(size=(40, 1)).astype(np.float32)
-        if self.poisoned is not None:
-            x[self.poisoned] = np.inf
-        return Data(train=[{"x": row, "y": 2 * row + 1} for row in x])
-
-    def build_model(self) -> nn.Module:
-        return nn.Linear(1, 1)
-
-    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+    samples = 40
 
     def on_step_end(self, step: int, result: Any) -> None:
         self.results = [*getattr(self, "results", []), result]

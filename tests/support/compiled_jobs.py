@@ -156,19 +156,10 @@ class WholeJob(PlainJob):
 
 
 OTHERS |= {
-    "llama": LlamaJob,
-    "even-causal": EvenCausalJob,
-    "even-masked": EvenMaskedJob,
-    "even-llama": EvenLlamaJob,
-    "stages": StagesJob,
-    "stages-gpt2": StagesGpt2Job,
-    "stages-bert": StagesBertJob,
-    "stages-dropout": DropoutStagesJob,
-    "seen-states": SeenStatesJob,
-    "breaking": BreakingJob,
-    "restless": RestlessJob,
-    "whole": WholeJob,
-}
+    "llama": LlamaJob, "even-causal": EvenCausalJob, "even-masked": EvenMaskedJob, "even-llama": EvenLlamaJob,
+    "stages": StagesJob, "stages-gpt2": StagesGpt2Job, "stages-bert": StagesBertJob, "stages-dropout": DropoutStagesJob,
+    "seen-states": SeenStatesJob, "breaking": BreakingJob, "restless": RestlessJob, "whole": WholeJob,
+}  # fmt: skip
 
 
 def train_exactly(workers: Any, job: str, flags: str) -> Trained:

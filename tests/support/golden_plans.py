@@ -1,7 +1,7 @@
 """Plans of many commands, as they were when they were last reviewed.
 
 ``python -m tests.support.golden_plans`` writes ``golden_plans.json``. Run it after a change that plans should show, and
-read the difference. ``tests/planning/test_golden_plans.py`` compares every plan with the file.
+read the difference. ``tests/planning/test_resolve.py`` compares every plan with the file.
 """
 
 from __future__ import annotations

@@ -128,13 +128,8 @@ def model_files(tokenizer: Path, folder: Path) -> dict[str, bytes]:
                                        intermediate_size=32, max_position_embeddings=32))  # fmt: skip
     model.save_pretrained(folder)
     others = (
-        "onnx/model.onnx",
-        "onnx/config.json",
-        "tf_model.h5",
-        "flax_model.msgpack",
-        "pytorch_model.bin",
-        "README.md",
-    )
+        "onnx/model.onnx", "onnx/config.json", "tf_model.h5", "flax_model.msgpack", "pytorch_model.bin", "README.md",
+    )  # fmt: skip
     files = {path.name: path.read_bytes() for path in (*folder.iterdir(), *tokenizer.iterdir())}
     return files | dict.fromkeys(others, b"x")
 

@@ -11,11 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rapidformer_templates.data.indexed.dataset import (
-    IndexedDataset,
-    bin_path,
-    idx_path,
-)
+from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from rapidformer_templates.data.indexed.writer import IndexedWriter
 
 

@@ -83,16 +83,9 @@ class _Job(Trainer):
 
 def _bert() -> BertConfig:
     return BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-    )
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+    )  # fmt: skip
 
 
 class CausalJob(_Job):
@@ -102,16 +95,10 @@ class CausalJob(_Job):
     def make(self) -> torch.nn.Module:
         return GPT2LMHeadModel(
             GPT2Config(
-                vocab_size=VOCABULARY,
-                n_positions=64,
-                n_embd=16,
-                n_layer=self.layers,
-                n_head=2,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
+                vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=self.layers, n_head=2, resid_pdrop=0.0,
+                embd_pdrop=0.0, attn_pdrop=0.0,
             )
-        )
+        )  # fmt: skip
 
 
 class PretrainedJob(CausalJob):
@@ -210,13 +197,7 @@ class PretrainedMaskedJob(MaskedJob, Pretrainer):
 
 JOBS: dict[str, type[_Job]] = {"causal": CausalJob, "masked": MaskedJob, "classifier": ClassJob}
 OTHERS: dict[str, type[_Job]] = {
-    "deep": DeepJob,
-    "frozen": FrozenJob,
-    "half-frozen": HalfFrozenJob,
-    "wide": WideJob,
-    "unreached": UnreachedJob,
-    "broken": BrokenJob,
-    "pretrained-causal": PretrainedCausalJob,
-    "pretrained-masked": PretrainedMaskedJob,
-}
+    "deep": DeepJob, "frozen": FrozenJob, "half-frozen": HalfFrozenJob, "wide": WideJob, "unreached": UnreachedJob,
+    "broken": BrokenJob, "pretrained-causal": PretrainedCausalJob, "pretrained-masked": PretrainedMaskedJob,
+}  # fmt: skip
 """Jobs for single tests. Not every engine is compared on them."""

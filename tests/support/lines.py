@@ -16,11 +16,11 @@ FLAGS = ["--lr", "0.1", "--log-interval", "1", "--micro-batch-size", "4"]
 class Line(Trainer):
     """Fits y = 2x + 1 with one weight and one bias. Sample ``poisoned`` has an infinite x."""
 
+    samples = 20
     poisoned: int | None = None
 
     def build_data(self) -> Data:
-        draw = np.random.default_rng(0)
-        x = draw.normal(size=(20, 1)).astype(np.float32)
+        x = np.random.default_rng(0).normal(size=(self.samples, 1)).astype(np.float32)
         if self.poisoned is not None:
             x[self.poisoned] = np.inf
         return Data(train=[{"x": row, "y": 2 * row + 1} for row in x])

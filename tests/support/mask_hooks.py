@@ -6,43 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    BartConfig,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    PreTrainedModel,
-)
+import transformers
 
 from rapidformer_templates import Data, Trainer
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 CONFIGS = {
-    "gpt2": GPT2Config(
-        vocab_size=32,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-        attn_pdrop=0.0,
+    "gpt2": transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, embd_pdrop=0.0,
+        resid_pdrop=0.0, attn_pdrop=0.0,
     ),
-    "llama": LlamaConfig(vocab_size=32, max_position_embeddings=16, **SMALL),
-    "bert": BertConfig(
+    "llama": transformers.LlamaConfig(vocab_size=32, max_position_embeddings=16, **SMALL),
+    "bert": transformers.BertConfig(
         vocab_size=32,
         max_position_embeddings=16,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         **SMALL,
     ),
-    "bart": BartConfig(
+    "bart": transformers.BartConfig(
         vocab_size=32,
         max_position_embeddings=16,
         d_model=16,
@@ -54,13 +37,15 @@ CONFIGS = {
         decoder_ffn_dim=32,
         dropout=0.0,
     ),
-}
+}  # fmt: skip
 
 
-def _model(name: str) -> PreTrainedModel:
+def _model(name: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    factories: dict[str, Any] = {"bert": AutoModelForMaskedLM, "bart": AutoModelForSeq2SeqLM}
-    model: PreTrainedModel = factories.get(name, AutoModelForCausalLM).from_config(CONFIGS[name])
+    factories: dict[str, Any] = {"bert": transformers.AutoModelForMaskedLM, "bart": transformers.AutoModelForSeq2SeqLM}
+    model: transformers.PreTrainedModel = factories.get(name, transformers.AutoModelForCausalLM).from_config(
+        CONFIGS[name]
+    )
     model.config.use_cache = False
     return model.eval()
 
@@ -159,7 +144,7 @@ FLAGS = "--lr 0.01 --train-iters 3 --micro-batch-size 2 --clip-grad 0 --no-save"
 class _Job(Trainer):
     name, kind = "", ""
 
-    def build_model(self) -> PreTrainedModel:
+    def build_model(self) -> transformers.PreTrainedModel:
         return _model(self.name)
 
     def build_data(self) -> Data:

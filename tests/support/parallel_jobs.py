@@ -7,17 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 from tests.support.jobs import OTHERS, VOCABULARY, _Job
 from tests.support.lines import Died
@@ -30,24 +21,24 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 def _gpt2(layers: int, tied: bool) -> torch.nn.Module:
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": layers, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, tie_word_embeddings=tied))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, tie_word_embeddings=tied))
 
 
 def _bert(layers: int, tied: bool) -> torch.nn.Module:
     sizes = {**SIZES, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
-    return BertForMaskedLM(BertConfig(**sizes, **NO_DROPOUT, tie_word_embeddings=tied))
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **NO_DROPOUT, tie_word_embeddings=tied))
 
 
 def _neox(layers: int, tied: bool) -> torch.nn.Module:
     sizes = {**SIZES, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
     no_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **no_dropout, tie_word_embeddings=tied))
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, **no_dropout, tie_word_embeddings=tied))
 
 
 def _llama(layers: int, tied: bool) -> torch.nn.Module:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {**SIZES, "num_hidden_layers": layers, "intermediate_size": 32, **heads}
-    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied))
 
 
 FAMILIES = {"gpt2": _gpt2, "bert": _bert, "neox": _neox, "llama": _llama}

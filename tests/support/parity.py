@@ -130,13 +130,9 @@ def trained(template: Trainer) -> Trained:
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
     curve: list[tuple[float, float]] = getattr(template, "curve", [])
     return {
-        "curve": curve,
-        "weights": weights,
-        "averages": averages,
-        "summary": summary,
-        "lines": lines,
+        "curve": curve, "weights": weights, "averages": averages, "summary": summary, "lines": lines,
         "evaluations": evaluations,
-    }
+    }  # fmt: skip
 
 
 def whole_weights(engine: Engine, workers: Workers) -> dict[str, torch.Tensor]:

@@ -45,18 +45,9 @@ def case_of(switch: Switch) -> Case:
 def words(values: Mapping[str, Any], folder: str) -> list[str]:
     """Return the words of a command that trains one step on CPUs and saves to a folder."""
     found = [
-        "--device",
-        "cpu",
-        "--lr",
-        "1e-3",
-        "--train-iters",
-        "1",
-        "--micro-batch-size",
-        "2",
-        "--save",
-        folder,
+        "--device", "cpu", "--lr", "1e-3", "--train-iters", "1", "--micro-batch-size", "2", "--save", folder,
         "--no-export-model",
-    ]
+    ]  # fmt: skip
     for name, value in values.items():
         off = spelling(name).replace("--", "--no-", 1)
         if isinstance(value, bool):

@@ -10,26 +10,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.planning.plan import Plan
@@ -47,40 +32,40 @@ CLIP = 0.5
 
 
 def _llama(dropout: float, tied: bool) -> nn.Module:
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=2 * HEADS,
         num_key_value_heads=HEADS, intermediate_size=WIDTH, max_position_embeddings=POSITIONS,
         attention_dropout=dropout, tie_word_embeddings=tied, use_cache=False,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
 
 
 def _gpt_neox(dropout: float, tied: bool) -> nn.Module:
-    config = GPTNeoXConfig(
+    config = transformers.GPTNeoXConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         intermediate_size=WIDTH, max_position_embeddings=POSITIONS, hidden_dropout=dropout,
         attention_dropout=dropout, tie_word_embeddings=tied, use_cache=False,
     )  # fmt: skip
-    return GPTNeoXForCausalLM(config)
+    return transformers.GPTNeoXForCausalLM(config)
 
 
 def _gpt2(dropout: float, tied: bool) -> nn.Module:
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_inner=WIDTH, n_positions=POSITIONS,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, tie_word_embeddings=tied, use_cache=False,
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
     return model
 
 
 def _bert(dropout: float, tied: bool) -> nn.Module:
-    return BertForMaskedLM(_encoder(BertConfig, dropout, tied))
+    return transformers.BertForMaskedLM(_encoder(transformers.BertConfig, dropout, tied))
 
 
 def _roberta(dropout: float, tied: bool) -> nn.Module:
-    return RobertaForMaskedLM(_encoder(RobertaConfig, dropout, tied))
+    return transformers.RobertaForMaskedLM(_encoder(transformers.RobertaConfig, dropout, tied))
 
 
 def _encoder(kind: Any, dropout: float, tied: bool) -> Any:
@@ -92,22 +77,22 @@ def _encoder(kind: Any, dropout: float, tied: bool) -> Any:
 
 
 def _t5(dropout: float, tied: bool) -> nn.Module:
-    config = T5Config(
+    config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=HIDDEN, d_kv=8, d_ff=WIDTH, num_layers=LAYERS, num_heads=HEADS,
         dropout_rate=dropout, tie_word_embeddings=tied, pad_token_id=0, decoder_start_token_id=0, use_cache=False,
         feed_forward_proj="gated-gelu" if tied else "relu",
     )  # fmt: skip
-    return T5ForConditionalGeneration(config)
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def _mixtral(dropout: float, tied: bool) -> nn.Module:
-    config = MixtralConfig(
+    config = transformers.MixtralConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=HEADS, intermediate_size=WIDTH, max_position_embeddings=POSITIONS, num_local_experts=4,
         attention_dropout=dropout, tie_word_embeddings=tied, use_cache=False, output_router_logits=True,
     )  # fmt: skip
     config._experts_implementation = "eager"  # the grouped kernel does not support fp64
-    return MixtralForCausalLM(config)
+    return transformers.MixtralForCausalLM(config)
 
 
 class _OwnBlock(nn.Module):
@@ -135,14 +120,9 @@ class _Own(nn.Module):
 
 
 MODELS: dict[str, Callable[[float, bool], nn.Module]] = {
-    "llama": _llama,
-    "gpt_neox": _gpt_neox,
-    "gpt2": _gpt2,
-    "bert": _bert,
-    "roberta": _roberta,
-    "t5": _t5,
+    "llama": _llama, "gpt_neox": _gpt_neox, "gpt2": _gpt2, "bert": _bert, "roberta": _roberta, "t5": _t5,
     "mixtral": _mixtral,
-}
+}  # fmt: skip
 """Models from transformers."""
 
 OWN = {"own": lambda dropout, tied: _Own(dropout)}

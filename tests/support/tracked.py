@@ -8,28 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import torch
-from torch import nn
-
-from rapidformer_templates import Data, Trainer
+from rapidformer_templates import Data
+from tests.support.lines import Line
 
 
-class Tracked(Trainer):
-    """Fits y = 2x + 1 and evaluates on two sets."""
+class Tracked(Line):
+    """Fits a line and evaluates on two sets."""
 
+    samples = 80
     dies_after: int | None = None
 
     def build_data(self) -> Data:
-        x = np.random.default_rng(0).normal(size=(80, 1)).astype(np.float32)
-        samples = [{"x": row, "y": 2 * row + 1} for row in x]
+        samples: Any = super().build_data().train
         return Data(train=samples, valid={"near": samples[:5], "far": samples[5:12]}, test=samples[12:15])
-
-    def build_model(self) -> nn.Module:
-        return nn.Linear(1, 1)
-
-    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
     def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:
         return {"samples@1": float(len(predictions))}

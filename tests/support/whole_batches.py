@@ -23,18 +23,12 @@ FLAGS = (
     "--clip-grad 0 --log-interval 1 --no-export-model"
 )
 ENGINES = {
-    "ddp": "",
-    "oss": "--oss-memory-optimization",
-    "sdp": "--oss-sdp-memory-optimization",
-    "fsdp": "--fsdp-memory-optimization",
-    "zero-1": "--zero-1-memory-optimization",
-    "zero-2": "--zero-2-memory-optimization",
-    "zero-3": "--zero-3-memory-optimization",
-    "distributed-optimizer": "--use-distributed-optimizer",
-    "tensor": "--tensor-model-parallel-size 2",
-    "pipeline": "--pipeline-model-parallel-size 2",
-    "context": "--context-parallel-size 2",
-}
+    "ddp": "", "oss": "--oss-memory-optimization", "sdp": "--oss-sdp-memory-optimization",
+    "fsdp": "--fsdp-memory-optimization", "zero-1": "--zero-1-memory-optimization",
+    "zero-2": "--zero-2-memory-optimization", "zero-3": "--zero-3-memory-optimization",
+    "distributed-optimizer": "--use-distributed-optimizer", "tensor": "--tensor-model-parallel-size 2",
+    "pipeline": "--pipeline-model-parallel-size 2", "context": "--context-parallel-size 2",
+}  # fmt: skip
 Batch = dict[str, torch.Tensor]
 
 
@@ -89,6 +83,7 @@ class WholeBatchJob(Trainer):
     """Trains :class:`Net`. A worker that computes in fp64 must follow the plain loop to rounding."""
 
     double = True
+    net: type[nn.Module] = Net
 
     def __init__(self, argv: Any = None, **flags: Any) -> None:
         super().__init__(argv, **{"no_save": True, **flags})
@@ -97,7 +92,7 @@ class WholeBatchJob(Trainer):
         return Data(train=_samples(), collate=collate)
 
     def make(self) -> nn.Module:
-        return Net()
+        return self.net()
 
     def build_model(self) -> nn.Module:
         torch.manual_seed(3)

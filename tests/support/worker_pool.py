@@ -95,18 +95,11 @@ PRELOADED = (
 """Modules that take seconds to import. Packages that are not installed are skipped."""
 
 PRELOADED_FOR_DEVICES = (
-    "pytest",
-    "fairscale.nn.data_parallel",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.gpt2.modeling_gpt2",
-    "rapidformer_templates.run.fit",
-    "rapidformer_templates.switches.oss.engine",
-    "rapidformer_templates.switches.fsdp.engine",
-    "rapidformer_templates.switches.layout.pipeline_engine",
-    "tests.support.stand_in.runs",
-)
+    "pytest", "fairscale.nn.data_parallel", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "rapidformer_templates.run.fit",
+    "rapidformer_templates.switches.oss.engine", "rapidformer_templates.switches.fsdp.engine",
+    "rapidformer_templates.switches.layout.pipeline_engine", "tests.support.stand_in.runs",
+)  # fmt: skip
 """Modules that workers on accelerators need and that take seconds to import."""
 
 FSYNC = os.fsync

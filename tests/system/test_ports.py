@@ -29,11 +29,7 @@ LOCAL = {"127.0.0.1", "::1"}
 
 
 def test_another_program_does_not_get_a_reserved_port() -> None:
-    with (
-        reserved_port() as port,
-        socket.socket() as other,
-        pytest.raises(OSError, match=rf"Errno {errno.EADDRINUSE}"),
-    ):
+    with reserved_port() as port, socket.socket() as other, pytest.raises(OSError, match=rf"Errno {errno.EADDRINUSE}"):
         other.bind(("127.0.0.1", port))
 
 

@@ -14,9 +14,9 @@ import yaml
 from rich.table import Table
 
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.switches.auto_strategy import command
+from rapidformer_templates.switches.auto_strategy import command, results
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.results import ModelTotals, Rejected, SearchResult
+from rapidformer_templates.switches.auto_strategy.results import ModelTotals
 from rapidformer_templates.system.terminal import ProgressBar, console
 from tests.support.lines import FLAGS, Line
 from tests.support.messages import Says
@@ -53,16 +53,10 @@ def test_tables_print_brackets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_search_shows_why_a_package_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    result = SearchResult((), (Rejected(Layout(), f"a package is missing: {BRACKETS}"),), ModelTotals(1, 1, True, True))
+    rejected = (results.Rejected(Layout(), f"a package is missing: {BRACKETS}"),)
+    result = results.SearchResult((), rejected, ModelTotals(1, 1, True, True))
     command.show_rejected(result, console(piped_width=140))
     assert BRACKETS in capsys.readouterr().out
-
-
-def test_a_plan_shows_paths_with_brackets(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--task", "causal_lm", "--device", "cpu", "--data-dir", "runs[old]", "--save", "a/[b]"]) == 0
-    text = capsys.readouterr().out
-    assert "runs[old]" in text
-    assert "a/[b]" in text
 
 
 def _ascii_output(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:

@@ -150,8 +150,7 @@ def test_the_references_learn_and_are_clipped(references: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "bits"),
-    by_default([("fp16", "float16", 11)], [("bf16", "bfloat16", 8), ("fp16", "float16", 11)]),
+    ("kind", "dtype", "bits"), by_default([("fp16", "float16", 11)], [("bf16", "bfloat16", 8), ("fp16", "float16", 11)])
 )
 def test_half_precision_follows_one_process_within_its_rounding(
     kind: str, dtype: str, bits: int, runs: Any, references: Any

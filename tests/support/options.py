@@ -1,8 +1,9 @@
-"""Run every test: with ``--complete``, a test that is skipped because a package is missing fails."""
+"""Options of a run of the tests: end it in time, and fail tests that are skipped because a package is missing."""
 
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ MISSING = re.compile(r"pip install|could not import|not installed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deadline", type=float, default=float("inf"), help="begin no test after this time (date +%%s)")
     parser.addoption("--complete", action="store_true", help="fail if a test is skipped for a missing package")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > item.config.getoption("deadline"):
+        pytest.skip("the time of this run is over (--deadline)")
 
 
 def _failed(report: Any, config: pytest.Config) -> Any:

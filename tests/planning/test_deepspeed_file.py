@@ -1,8 +1,12 @@
-"""A DeepSpeed file and the flags: the file is completed, adopted, or refused if it contradicts the flags."""
+"""A DeepSpeed file and the flags: the file is completed, adopted, or refused if it is wrong or contradicts flags."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import inspect
 import json
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,14 +14,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from rapidformer_templates.engines.recipe import default_optimizer, schedule
+from rapidformer_templates.engines.recipe import deepspeed_rates, default_optimizer, schedule
 from rapidformer_templates.errors import ConfigError, Refused
+from rapidformer_templates.planning import resolve as resolve_module
 from rapidformer_templates.planning.deepspeed_file.file import key_table
 from rapidformer_templates.planning.deepspeed_file.settings import bucket_sizes, fill_bucket_sizes, merge_file
 from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.schedules import DEEPSPEED_SCHEDULES
 from tests.support.messages import Says
 from tests.support.requests import CPU, GPUS, config_of, on
+from tests.support.rotten_input import DEEPSPEED_FILE
 
 ZERO_3 = "--zero-3-memory-optimization"
 TWO = on(GPUS, world_size=2, local_world_size=2)
@@ -34,6 +42,13 @@ AUTO = {
     },
     "wall_clock_breakdown": True,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_this_process() -> None:
+    """Import DeepSpeed once, so that its own check of a file needs no child process."""
+    with contextlib.suppress(ImportError):
+        import deepspeed  # noqa: F401
 
 
 @pytest.fixture
@@ -250,13 +265,11 @@ def test_the_plan_says_how_large_a_bucket_is() -> None:
 
 def test_deepspeed_takes_what_it_is_told(file: Any) -> None:
     """DeepSpeed's own parser reads every effective configuration, so the key names are DeepSpeed's."""
-    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
+    kind = pytest.importorskip("deepspeed.runtime.zero.config", reason="needs DeepSpeed").DeepSpeedZeroConfig
     for flags in ("--zero-1-memory-optimization", "--zero-2-memory-optimization --cpu-offload"):
-        assert DeepSpeedZeroConfig(**effective(flags)["zero_optimization"]).stage in (1, 2)
+        assert kind(**effective(flags)["zero_optimization"]).stage in (1, 2)
     told = effective("--zero-3-memory-optimization --nvme-path /fast --zero-3-max-live-parameters 7")
-    zero = DeepSpeedZeroConfig(**told["zero_optimization"])
+    zero = kind(**told["zero_optimization"])
     assert zero.max_live_parameters == 7
     assert str(zero.offload_param.nvme_path) == "/fast"
     assert zero.offload_optimizer.device == "nvme"
@@ -267,3 +280,103 @@ def test_a_warmup_of_the_file_may_be_longer_than_the_run(file: Any) -> None:
     params = {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}
     path = file({**ZERO_2, "scheduler": {"type": "WarmupLR", "params": params}})
     resolve(merge_file(config_of(f"--deepspeed-config {path} --train-iters 5")), TWO)
+
+
+LR = 3e-4
+WARM_UP = {"warmup_min_lr": 1e-5, "warmup_max_lr": LR, "warmup_num_steps": 7}
+CYCLIC = {"cycle_min_lr": 1e-5, "cycle_max_lr": LR, "cycle_momentum": False, "cycle_first_step_size": 5}
+SCHEDULES = [
+    ("WarmupLR", {}),
+    ("WarmupLR", {**WARM_UP, "warmup_num_steps": 7.0, "warmup_type": "linear"}),
+    ("WarmupDecayLR", {**WARM_UP, "total_num_steps": 20}),
+    ("WarmupCosineLR", {"total_num_steps": 20, "warmup_num_steps": 7, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.01}),
+    ("OneCycle", {**CYCLIC, "cycle_second_step_size": 9, "decay_step_size": 2, "decay_lr_rate": 0.3}),
+    ("LRRangeTest", {"lr_range_test_min_lr": LR, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 0.7}),
+]
+
+
+def _of_deepspeed(kind: str) -> Any:
+    return getattr(pytest.importorskip("deepspeed.runtime.lr_schedules", reason="needs DeepSpeed"), kind)
+
+
+@pytest.mark.parametrize(("kind", "given"), SCHEDULES)
+def test_each_update_runs_at_deepspeeds_rate(kind: str, given: dict[str, Any]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
+    theirs = _of_deepspeed(kind)(optimizer, **{k: int(v) if v == 7 else v for k, v in given.items()})
+    expected = []
+    for _ in range(40):
+        expected.append(optimizer.param_groups[0]["lr"])
+        theirs.step()
+    ours = deepspeed_rates({"type": kind, "params": given}, lr=LR, warmup=0, total=0)
+    assert [ours(update) for update in (39, 0, 12)] == [expected[39], expected[0], expected[12]]  # in any order
+    assert [ours(update) for update in range(40)] == expected
+
+
+def test_a_linear_warmup_is_a_line() -> None:
+    given = {"warmup_max_lr": LR, "warmup_num_steps": 4, "warmup_type": "linear"}
+    ours = deepspeed_rates({"type": "WarmupLR", "params": given}, lr=LR, warmup=0, total=0)
+    rates = [0, 0, LR / 4, LR / 2, LR * 3 / 4, LR, LR]  # it moves after an update, so the first two are the lowest
+    assert [ours(update) for update in range(7)] == pytest.approx(rates, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", DEEPSPEED_SCHEDULES)
+def test_parameters_that_are_flags_and_their_defaults_are_deepspeeds(kind: str) -> None:
+    theirs = inspect.signature(_of_deepspeed(kind)).parameters
+    defaults = {name: theirs[name].default for name in DEEPSPEED_SCHEDULES[kind]}
+    defaults = {name: None if value is inspect.Parameter.empty else value for name, value in defaults.items()}
+    assert defaults == DEEPSPEED_SCHEDULES[kind]
+
+
+def test_auto_is_filled_as_the_guide_says() -> None:
+    given = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    ours = deepspeed_rates({"type": "WarmupDecayLR", "params": given}, lr=LR, warmup=4, total=12)
+    told = {"warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 4, "total_num_steps": 12}
+    theirs = deepspeed_rates({"type": "WarmupDecayLR", "params": told}, lr=0.0, warmup=0, total=0)
+    assert [ours(update) for update in range(14)] == [theirs(update) for update in range(14)]
+    assert max(ours(update) for update in range(14)) == LR
+    assert ours(13) == 0.0
+
+
+WRONG = (
+    None, True, -1, 10**400, 1e308, float("inf"), float("nan"), "", "much", "auto", [], [[1]], {}, {"a": {"b": []}},
+)  # fmt: skip
+
+
+def paths(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every value and every section."""
+    for key, value in section.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*above, key))
+
+
+def with_value(path: tuple[str, ...], value: object) -> dict[str, Any]:
+    content: dict[str, Any] = copy.deepcopy(DEEPSPEED_FILE)
+    section = content
+    for key in path[:-1]:
+        section = section[key]
+    section[path[-1]] = value
+    return content
+
+
+def outcomes(path: tuple[str, ...], file: Path) -> Iterator[Plan | str]:
+    """Yield the plan or the message of the error, for each wrong value at the path."""
+    more = ("", "--zero-2-memory-optimization --hidden-size 64 --mixed-precision fp16")
+    parsed = [config_of(f"--deepspeed-config {file} {flags}") for flags in more]  # does not read the file yet
+    for value in WRONG:
+        file.write_text(json.dumps(with_value(path, value)))
+        for without_file in parsed:
+            try:
+                yield resolve(merge_file(without_file), TWO)
+            except (ConfigError, Refused) as error:
+                yield error.render()
+
+
+@pytest.mark.parametrize("path", list(paths(DEEPSPEED_FILE)), ids=".".join)
+def test_a_wrong_value_makes_a_plan_or_an_error(
+    path: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve_module, "nearest", lambda request, registry: [])  # the search takes a second
+    results = list(outcomes(path, tmp_path / "ds.json"))
+    assert len(results) == 2 * len(WRONG)
+    assert [message for message in results if isinstance(message, str) and "ds.json" not in message] == []

@@ -1,16 +1,19 @@
-"""The comparison of a resumed run with the rest of an earlier one."""
+"""The scripts that compare this checkout with an older one, and a resumed run with the rest of an earlier one."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from scripts.compare_older import main, numbers
 from scripts.resume_older import compare
+from tests.support.manual import ROOT
 
 
 def _write(folder: Path, run: str, weight: torch.Tensor, losses: list[float]) -> None:
@@ -37,3 +40,14 @@ def test_a_missing_step_is_a_difference(tmp_path: Path) -> None:
     _write(tmp_path, "older", torch.zeros(2, 2), [4.0, 3.0, 2.0, 1.0])
     _write(tmp_path, "resumed", torch.zeros(2, 2), [2.0])
     assert math.isnan(compare(tmp_path))
+
+
+def test_numbers_are_named_by_the_texts_of_their_row() -> None:
+    rows = [{"engine": "fsdp", "weights": "random", "peak": 3, "seconds": [1.0, 2.0], "exact": True}]
+    assert dict(numbers({"rows": rows, "steps": 2})) == {"rows [fsdp, random] peak": 3, "steps": 2}
+
+
+def test_a_benchmark_of_both_checkouts_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(ROOT), "--turns", "1", "fused-loss", "--vocabulary", "503", "--hidden", "64", "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^ways \[fused\] peak_mb: ([\d.]+) -> \1 \(1\.00 ×\)$", shown, flags=re.MULTILINE)
