@@ -1,7 +1,4 @@
-"""A run exports the model that it has evaluated, with every engine. transformers alone reads the export.
-
-``test_exported_adapters.py`` does the same for adapters, and ``test_written_runs.py`` compares single weights.
-"""
+"""The files of a run with every engine: weights and exports. They are read without the product."""
 
 from __future__ import annotations
 
@@ -20,14 +17,18 @@ from transformers import AutoModelForCausalLM
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models import weight_files
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import DDP_ENGINE
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.fit import fit
 from rapidformer_templates.run.run import Run
 from tests.support import parity
+from tests.support.combinations import Combination, smallest
 from tests.support.engine_layouts import NAMES, accepts, runs_of_layouts
 from tests.support.jobs import KEEP_FIRST, CausalJob, DeepJob, FallingMetric
 from tests.support.mixtures import MixtralJob
 from tests.support.parallel_jobs import JOBS, Tanh, TanhModel
+from tests.support.parity import Trained
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
@@ -196,3 +197,81 @@ def test_loose_settings_of_generation_are_exported_as_they_are(tmp_path: Path) -
     for file in (tmp_path / "run").glob("**/generation_config.json"):
         assert json.loads(file.read_text())["temperature"] == 0.5
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").generation_config.temperature == 0.5
+
+
+WRITTEN = 2
+WRITTEN_FLAGS = f"--train-iters {WRITTEN} --lr 1e-2 --log-interval 1 --eval-interval 1 --no-keep-best --device cpu"
+
+ALONE = "one process"
+RUNS = {name: smallest(switches) for name, switches in NAMES.items()}
+LONGER = {
+    *("replicas", "context 2", "hybrid sharding", "tensor 2, zero-2", "pipeline-parallel", "tensor-parallel"),
+    *("expert-parallel", "oss", "zero-1", "zero-2"),
+}
+"""For ``make test-longer``. Another run has the same parts of tensors, or other parts of the same engine."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def assert_equal(found: Tensors, wanted: Tensors) -> None:
+    """Assert that names, shapes and bits are equal."""
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert found[name].shape == weight.shape, name
+        assert torch.equal(found[name].double(), weight), name
+
+
+def read_checkpoint(folder: Path) -> Tensors:
+    """Return the weights of a checkpoint by its index, without the product's reader.
+
+    Raises:
+        AssertionError: A value is in two boxes, or in none.
+    """
+    weights: Tensors = {}
+    read = cache(load_file)
+    for name, entry in json.loads((folder / "index.json").read_text())["weights"].items():
+        whole = torch.zeros(entry["shape"], dtype=torch.float32)
+        times = torch.zeros(entry["shape"], dtype=torch.int32)
+        for file, key, offset in entry["boxes"]:
+            part = read(folder / file)[key]
+            assert part.dtype == whole.dtype, f"{name} is {part.dtype}"
+            place = tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))
+            whole[place] = part
+            times[place] += 1
+        assert bool((times == 1).all()), f"{name}: parts of it are written twice, or not at all"
+        weights[name] = whole
+    return weights
+
+
+def _write(workers: Any, folder: str, flags: tuple[str, ...]) -> Trained:
+    return parity.trained(DeepJob([*WRITTEN_FLAGS.split(), *flags, "--save", folder, "--export-model"]))
+
+
+@pytest.mark.parametrize("name", by_default([ALONE, *(run for run in RUNS if run not in LONGER)], [ALONE, *RUNS]))
+def test_the_files_have_the_numbers_of_the_run(name: str, tmp_path: Path) -> None:
+    """Read the export with safetensors and with transformers, which supports all of these models but mixtures."""
+    found, folder = RUNS.get(name), tmp_path / "run"
+    if name == ALONE:
+        run = _write(None, str(folder), ("--micro-batch-size", "4"))
+    elif found is None:
+        needed = {REGISTRY[switch].needs_package or "" for switch in NAMES[name]} - {""}
+        pytest.skip(f"needs {', '.join(sorted(needed))}")
+    else:
+        run = run_in_workers(found.world, _write, str(folder), found.flags)[0]
+    assert_equal(read_checkpoint(folder / f"checkpoints/step-{WRITTEN}"), run["weights"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines == run["lines"]
+    assert [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line] == run["curve"]
+    assert len(run["curve"]) == len(run["evaluations"]) == WRITTEN
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(run["summary"]))
+    assert_equal(load_file(folder / "export" / "model.safetensors"), run["weights"])
+    if "expert-parallel" not in NAMES.get(name, ()):
+        read = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32).state_dict()
+        assert torch.equal(read.pop("lm_head.weight"), read["transformer.wte.weight"])  # they are tied
+        assert_equal(read, run["weights"])
+
+
+def test_every_engine_is_here() -> None:
+    plans = {found.plan.engine for found in RUNS.values() if isinstance(found, Combination)}
+    missing = {REGISTRY[switch].engine for name, found in RUNS.items() if found is None for switch in NAMES[name]}
+    assert plans | missing == {switch.engine for switch in REGISTRY.switches if switch.engine} | {DDP_ENGINE}
