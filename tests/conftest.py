@@ -47,7 +47,6 @@ TWO_AT_MOST = (
     "tests/system/",
     "tests/commands/test_demo.py",
     "tests/engines/test_shards.py",
-    "tests/run/test_evaluated_rows.py",
     "tests/run/test_inference.py",
     "tests/run/test_out_of_memory.py",
     "tests/switches/test_other_package.py",

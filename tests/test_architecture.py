@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from rapidformer_templates.engines.assembly import Building
 from rapidformer_templates.planning.config import spelling

@@ -44,7 +44,7 @@ if "deepspeed" in installed_packages():
         "zero-3": "--zero-3-memory-optimization --zero-3-param-persistence-threshold 40",
     }
 LONGER = {"averaged, fsdp", "pipeline", "adapters of another kind", "oss"}
-"""For ``make test-longer``. All engines write one format of checkpoints, and ``tests/run/test_written_runs.py`` reads
+"""For ``make test-longer``. All engines write one format of checkpoints, and ``tests/run/test_exports.py`` reads
 those of each engine.
 """
 

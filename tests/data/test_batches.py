@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import pickle
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -119,13 +117,6 @@ def test_grouped_epochs_are_drawn_anew() -> None:
         batches = [order.step(step)[0].tolist() for step in steps]
         mates.append({sample: set(batch) - {sample} for batch in batches for sample in batch})
     assert np.mean([len(mates[0][sample] & mates[1][sample]) / 7 for sample in range(4000)]) < 0.1
-
-
-def test_a_copy_of_an_order_has_the_same_samples() -> None:
-    order = SampleOrder(10, 4, 5, by_epochs=False)
-    expected = [order.step(step)[0].tolist() for step in range(6)]
-    copy = pickle.loads(pickle.dumps(order))
-    assert [copy.step(step)[0].tolist() for step in range(6)] == expected
 
 
 TEXTS = ["the cat", "the big red dog runs in the house", "", "he sees"]
@@ -259,27 +250,6 @@ def test_what_is_left_of_a_shape_goes_where_it_pads_less() -> None:
     assert count_batches(shapes, [13, 5, 2]) == [ShapeUsage(1, 0), ShapeUsage(1, 0), ShapeUsage(2, 0)]
     # Nine samples almost fill a batch.
     assert count_batches(shapes, [9, 8, 0]) == [ShapeUsage(0, 9), ShapeUsage(1, 0), ShapeUsage(0, 0)]
-
-
-def test_without_a_cap_hardly_anything_is_padding() -> None:
-    lengths = np.minimum(np.random.default_rng(0).lognormal(4.2, 0.9, 20_000).astype(np.int64) + 1, 512)
-    counts = np.bincount(lengths)
-    fills = []
-    for most in (1, 2, 4, 8, 16, 0):
-        shapes = choose_shapes(lengths, 8192, most)
-        fills.append(lengths.sum() / padded_tokens(shapes, count_batches(shapes, per_shape(shapes, counts))))
-    assert fills == sorted(fills)
-    assert fills[0] == pytest.approx(lengths.sum() / (1250 * 16 * 512))
-    assert fills[0] < 0.25 < 0.8 < fills[3]
-    assert fills[-1] > 0.99
-
-
-def test_choosing_is_fast() -> None:
-    """A second is generous. The test detects quadratic work, which takes several seconds."""
-    lengths = np.random.default_rng(0).integers(1, 8193, 200_000)
-    began = time.process_time()
-    assert len(choose_shapes(lengths, 65_536, 16)) == 16
-    assert time.process_time() - began < 1
 
 
 def test_a_sample_beyond_the_budget_is_named(says: Says) -> None:

@@ -84,8 +84,7 @@ def test_the_loss_of_a_task_is_torchs_smoothed_one(task: str, flags_of: Any, tmp
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--task question_answering", "", "--task pretraining --model-type bert --sentence-pairs"],
+    "flags", ["--task question_answering", "", "--task pretraining --model-type bert --sentence-pairs"]
 )
 def test_other_losses_are_refused(flags: str) -> None:
     assert codes(f"{flags} --label-smoothing 0.1") == ["RF112"]

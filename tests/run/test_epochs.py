@@ -74,12 +74,6 @@ def test_with_accumulation_it_is_the_run_of_that_many_steps() -> None:
     assert [len(curve(f"{length} {MICRO}", OddJob)) for length in ("--epochs 2", "--train-iters 2epochs")] == [14, 14]
 
 
-def test_epochs_with_a_global_batch_take_the_whole_batch_at_once() -> None:
-    job = Job("--epochs 1 --global-batch-size 8")
-    assert (job.plan.sizes.micro_batch, job.plan.sizes.accumulation) == (8, 1)
-    assert trained(job)["curve"] == curve(f"--epochs 1 {MICRO}")
-
-
 @pytest.mark.parametrize("batches", ["--pack-sequences", "--data-iterator dynamic-shape --tokens-per-batch 40"])
 def test_passes_over_rows_that_are_not_samples(batches: str, gpt_folder: Path, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in DOCUMENTS])
@@ -225,26 +219,12 @@ def test_a_run_prints_20_lines_and_writes_100_points(tmp_path: Path, capsys: pyt
     assert printed == [f"step {step}" for step in (*range(12, 241, 12), 250)]
 
 
-def test_numbers_of_lines() -> None:
-    numbers = ((1, 1, 1), (10, 10, 10), (199, 199, 20), (1_000, 100, 20), (30_000, 300, 20), (10**6, 10**4, 20))
-    for steps, points, printed in numbers:
-        log, show = run_steps.log_intervals(steps, None)
-        assert show % log == 0
-        assert (-(-steps // log), -(-steps // show)) == (points, printed)
-    assert run_steps.log_intervals(30_000, 7) == (7, 7)
-
-
 def test_by_samples_and_tokens(tmp_path: Path) -> None:
     folder = train(tmp_path, "--save-interval 20samples --eval-interval 300tokens")
     tokens = [line["tokens"] for line in lines(folder, "lr")]
     assert saved(folder) == crossings([8 * step for step in range(1, 11)], 20) == [3, 5, 8, 10]
     assert 3 < len(crossings(tokens, 300)) < 10, "the case tells steps from tokens"
     assert [line["step"] for line in lines(folder, "eval_loss")] == crossings(tokens, 300)
-
-
-def test_an_interval_shorter_than_a_step_is_a_step(tmp_path: Path) -> None:
-    folder = train(tmp_path, "--save-interval 0.00001epochs --eval-interval 0.00001epochs")
-    assert saved(folder) == [line["step"] for line in lines(folder, "eval_loss")] == list(range(1, 11))
 
 
 def test_a_resumed_run_goes_on_in_the_same_places(tmp_path: Path) -> None:

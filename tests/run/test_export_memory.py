@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -66,7 +65,7 @@ def _export_checkpoint(workers: Workers, folder: Path) -> float:
         return growth() / 2**20
 
 
-def _merge(workers: Workers, folder: Path, *, use_dora: bool) -> float:
+def _merge(workers: Workers, folder: Path) -> float:
     from peft import LoraConfig, get_peft_model
 
     from rapidformer_templates.switches.lora.exported import merge
@@ -74,23 +73,14 @@ def _merge(workers: Workers, folder: Path, *, use_dora: bool) -> float:
     torch.manual_seed(0)
     base = MixtralForCausalLM(_mixtral()).to(torch.bfloat16)
     base.save_pretrained(folder / "base")
-    settings: dict[str, Any] = {"target_modules": ["q_proj"]}
-    settings |= {"use_dora": True} if use_dora else {"target_parameters": ["mlp.experts.down_proj"]}
-    adapted = get_peft_model(base, LoraConfig(init_lora_weights=False, **settings))
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    adapted = get_peft_model(base, LoraConfig(init_lora_weights=False, **targets))
     adapted.save_pretrained(folder / "adapters")
     base.config.save_pretrained(folder / "adapters")
     del base, adapted
     with growth_of_process() as growth, mock.patch.object(weight_files, "SHARD_BYTES", SHARD_BYTES):
         merge(folder / "adapters", folder / "export", str(folder / "base"))
         return growth() / 2**20
-
-
-def _merge_lora(workers: Workers, folder: Path) -> float:
-    return _merge(workers, folder, use_dora=False)
-
-
-def _merge_dora(workers: Workers, folder: Path) -> float:
-    return _merge(workers, folder, use_dora=True)
 
 
 def _export_of_a_sharding_engine(workers: Workers, folder: Path) -> float:
@@ -106,11 +96,10 @@ def _export_of_a_sharding_engine(workers: Workers, folder: Path) -> float:
     return grown[0]
 
 
-CASES = [(_export_checkpoint, 1), (_merge_lora, 1), (_merge_dora, 1), (_export_of_a_sharding_engine, 2)]
-SHORT = [(_merge_lora, 1)]
+CASES = [(_export_checkpoint, 1), (_merge, 1), (_export_of_a_sharding_engine, 2)]
 
 
-@pytest.mark.parametrize(("export", "world"), by_default(SHORT, CASES))
+@pytest.mark.parametrize(("export", "world"), by_default(CASES[1:2], CASES))
 def test_an_export_needs_little_memory(export: Callable[[Workers, Path], float], world: int, tmp_path: Path) -> None:
     grown = run_in_workers(world, export, tmp_path)
     assert max(grown) < BOUND

@@ -1,29 +1,41 @@
-"""The exported adapters are the ones that the run has evaluated, with every engine. peft alone can read them."""
+"""Exported adapters are those that a run has evaluated. Runs start from adapters, codes or folders without a head."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from rapidformer_templates import Trainer
+from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.run.export import export_checkpoint
 from tests.support import parity
 from tests.support.combinations import Combination, accepted, parsed, place, smallest
+from tests.support.engine_layouts import accepts, runs_of_layouts
 from tests.support.jobs import KEEP_FIRST, VOCABULARY, CausalJob, FallingMetric
+from tests.support.preference_runs import pairs, words
 from tests.support.selection import by_default
-from tests.support.worker_pool import run_in_workers
+from tests.support.texts import write_jsonl
+from tests.support.worker_pool import outcomes_in_workers, run_in_workers
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
+
+from rapidformer_templates.switches.lora.exported import merge  # noqa: E402 - it imports peft
+
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
-STEPS = (
+EXPORTED = (
     "--train-iters 3 --eval-interval 3 --lr 1e-2 --log-interval 1 --clip-grad 0.5 --no-keep-best --export-model"
     " --device cpu --lora-rank 4"
 )
@@ -47,20 +59,20 @@ LAYOUTS: dict[str, Combination] = {
     and "mixture-of-experts" not in found.plan.switches
 }
 INTERLEAVED = "pipeline-parallel, interleaved"
-FLAGS = {name: " ".join(found.flags) for name, found in LAYOUTS.items()}
-FLAGS[INTERLEAVED] = f"{FLAGS['pipeline-parallel']} --virtual-pipeline-size 2"
-WORLDS = {name: found.world for name, found in LAYOUTS.items()} | {INTERLEAVED: 2}
+LORA_FLAGS = {name: " ".join(found.flags) for name, found in LAYOUTS.items()}
+LORA_FLAGS[INTERLEAVED] = f"{LORA_FLAGS['pipeline-parallel']} --virtual-pipeline-size 2"
+LORA_WORLDS = {name: found.world for name, found in LAYOUTS.items()} | {INTERLEAVED: 2}
 
 
 def _is_accepted(kind: str, layout: str) -> bool:
-    config = REGISTRY.complete(parsed((*f"{STEPS} {FLAGS[layout]} {KINDS[kind]}".split(), "--save", "run")))
-    request = build_request(config, place(WORLDS[layout], "Trainer"), REGISTRY.switches, training=True)
+    config = REGISTRY.complete(parsed((*f"{EXPORTED} {LORA_FLAGS[layout]} {KINDS[kind]}".split(), "--save", "run")))
+    request = build_request(config, place(LORA_WORLDS[layout], "Trainer"), REGISTRY.switches, training=True)
     return not REGISTRY.refusals(request)
 
 
-EVERY = [(kind, layout) for kind in KINDS for layout in FLAGS if _is_accepted(kind, layout)]
-CASES = {f"{kind}: {layout or 'replicas'}": (kind, layout) for kind, layout in EVERY}
-SHORT = [
+EVERY = [(kind, layout) for kind in KINDS for layout in LORA_FLAGS if _is_accepted(kind, layout)]
+ADAPTED = {f"{kind}: {layout or 'replicas'}": (kind, layout) for kind, layout in EVERY}
+ADAPTED_SHORT = [
     *(f"lora: {layout}" for layout in ("tensor-parallel + pipeline-parallel", "zero-3")),
     *(f"{kind}: pipeline-parallel" for kind in ("last block", "average")),
     "head: tensor-parallel",
@@ -81,16 +93,16 @@ class Falling(FallingMetric, Adapted):
     """The first of its checkpoints is the best one."""
 
 
-def _job(kind: str, root: str) -> type[Adapted]:
-    return type("Adapted", (Falling if kind == "best" else Adapted,), {"base": f"{root}/base"})
+def _job_of(kind: str, llama: str) -> type[Adapted]:
+    return type("Adapted", (Falling if kind == "best" else Adapted,), {"base": f"{llama}/base"})
 
 
-def _train(workers: Any, root: str, kind: str, flags: str, folder: str) -> parity.Trained:
-    return parity.trained(_job(kind, root)(f"{STEPS} {flags} {KINDS[kind]} --save {folder}".split()))
+def _train_adapters(workers: Any, llama: str, kind: str, flags: str, folder: str) -> parity.Trained:
+    return parity.trained(_job_of(kind, llama)(f"{EXPORTED} {flags} {KINDS[kind]} --save {folder}".split()))
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -99,26 +111,28 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def names_alone(root: Path, kind: str) -> set[str]:
+def names_alone(llama: Path, kind: str) -> set[str]:
     """Return the tensors that a single process exports."""
-    folder = root / kind.replace(" ", "-")
-    _train(None, str(root), kind, "--micro-batch-size 8", str(folder))
+    folder = llama / kind.replace(" ", "-")
+    _train_adapters(None, str(llama), kind, "--micro-batch-size 8", str(folder))
     return set(load_file(folder / "export" / "adapter_model.safetensors"))
 
 
-@pytest.mark.parametrize("case", by_default(SHORT, CASES))
-def test_peft_reads_what_was_evaluated(case: str, root: Path, tmp_path: Path) -> None:
-    kind, layout = CASES[case]
+@pytest.mark.parametrize("case", by_default(ADAPTED_SHORT, ADAPTED))
+def test_peft_reads_what_was_evaluated(case: str, llama: Path, tmp_path: Path) -> None:
+    kind, layout = ADAPTED[case]
     folder, later = tmp_path / "run", tmp_path / "later"
-    run: parity.Trained = run_in_workers(WORLDS[layout], _train, str(root), kind, FLAGS[layout], str(folder))[0]
+    run: parity.Trained = run_in_workers(
+        LORA_WORLDS[layout], _train_adapters, str(llama), kind, LORA_FLAGS[layout], str(folder)
+    )[0]
     export, step = folder / "export", BEST_STEP.get(kind, 3)
     weights = load_file(export / "adapter_model.safetensors")
-    assert set(weights) == names_alone(root, kind)
+    assert set(weights) == names_alone(llama, kind)
     export_checkpoint(folder / f"checkpoints/step-{step}", folder / "model", later, averages=kind == "average")
     again = load_file(later / "adapter_model.safetensors")
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())
-    base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(llama / "base", dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, str(export)).eval()
     data = Adapted().build_data()
     with torch.no_grad():
@@ -128,9 +142,155 @@ def test_peft_reads_what_was_evaluated(case: str, root: Path, tmp_path: Path) ->
     assert loss == pytest.approx(evaluated, rel=1e-3 if kind == "int8" else 1e-5)
 
 
-def test_adapters_of_all_stages_change_the_loss(root: Path) -> None:
+def test_adapters_of_all_stages_change_the_loss(llama: Path) -> None:
     """Otherwise the test above would not notice missing ones."""
-    names, head = names_alone(root, "lora"), names_alone(root, "head")
+    names, head = names_alone(llama, "lora"), names_alone(llama, "head")
     assert {name.split("layers.")[1].split(".")[0] for name in names} == {"0", "1", "2", "3"}
     assert len(names) == 4 * 7 * 2
     assert {name for name in head if "lora" not in name} == {"base_model.model.lm_head.weight"}
+
+
+STEPS = "--train-iters 2 --eval-interval 2 --lr 1e-2 --no-keep-best --export-model --device cpu --seq-length 32"
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+class Start(NamedTuple):
+    """A folder to start from.
+
+    Attributes:
+        folder: its name.
+        flags: of the run.
+        error: what the run is refused with. None if it trains.
+        base: folder of the same weights in fp32, which peft reads below the exported adapters.
+    """
+
+    folder: str
+    flags: str
+    error: str | None = None
+    base: str | None = None
+
+
+CAUSAL, ADAPTERS = "--task causal_lm", "--task causal_lm --lora-rank 2"
+PREFERENCES = "--task preference --lora-rank 2"
+STARTS: Mapping[str, Start] = {
+    "adapters": Start("sft/export", ADAPTERS, "rapidformer export {root}/sft --merge"),
+    "preferences of adapters": Start("sft/export", PREFERENCES, "rapidformer export {root}/sft --merge"),
+    "4 bits": Start("bits", CAUSAL, "bits are quantized (bitsandbytes)"),
+    "adapters of 4 bits": Start("bits", ADAPTERS, "bits are quantized (bitsandbytes)"),
+    "no head": Start("headless", CAUSAL, "{root}/headless lacks 1 weight, such as lm_head.weight"),
+    "adapters without a head": Start("headless", ADAPTERS, "{root}/headless lacks 1 weight"),
+    "body": Start("body", CAUSAL, "{root}/body has no head for words: lm_head.weight is missing"),
+    "merged": Start("merged", ADAPTERS, base="merged"),
+    "preferences of merged": Start("merged", PREFERENCES, base="merged"),
+    "fp8": Start("fp8", CAUSAL),
+    "adapters of fp8": Start("fp8", ADAPTERS, base="dequantized"),
+}
+FLAGS, WORLDS = runs_of_layouts()
+CASES = [
+    (start, layout)
+    for start, (_, flags, *_) in STARTS.items()
+    for layout in FLAGS
+    if "--num-experts" not in FLAGS[layout] and accepts(layout, f"{STEPS} {flags}")
+]
+SHORT = [
+    ("adapters", "replicas"),
+    ("adapters of 4 bits", "tensor 2, pipeline 2"),
+    ("no head", "fsdp"),
+    ("body", "pipeline-parallel"),
+    ("preferences of merged", "zero-3"),
+    ("adapters of fp8", "tensor-parallel"),
+]
+
+
+def _write(folder: Path, config: Mapping[str, Any], weights: dict[str, torch.Tensor], tokenizer: Path) -> None:
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("starts")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    vocabulary = len(AutoTokenizer.from_pretrained(gpt_folder))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, initializer_range=0.2, **sizes))
+    model.save_pretrained(folder / "base")
+    config = json.loads((folder / "base/config.json").read_text())
+    weights = load_file(folder / "base/model.safetensors")
+    AutoTokenizer.from_pretrained(gpt_folder).save_pretrained(folder / "base")
+    _write(folder / "bits", config | {"quantization_config": BITSANDBYTES}, weights, gpt_folder)
+    headless = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
+    _write(folder / "headless", config, headless, gpt_folder)
+    shutil.copytree(folder / "headless", folder / "body")
+    model.model.save_pretrained(folder / "body")
+
+    codes: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if "proj" in name:
+            scale = weight.abs().max() / 448
+            codes[name], codes[f"{name}_scale_inv"] = (weight / scale).to(torch.float8_e4m3fn), scale.reshape(1, 1)
+            weights[name] = codes[name].float() * scale
+        else:
+            codes[name] = weight
+    _write(folder / "fp8", config | {"quantization_config": FP8}, codes, gpt_folder)
+    _write(folder / "dequantized", config, weights, gpt_folder)
+
+    talks = [(("user", words(3, i)), ("assistant", words(2 + i % 5, 40 + i))) for i in range(12)]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    for task, rows in (("causal_lm", chats), ("preference", pairs(12))):
+        (folder / task).mkdir()
+        write_jsonl(folder / task / "train.jsonl", rows)
+        write_jsonl(folder / task / "valid.jsonl", rows[:5])
+    _job(folder, "base", f"{ADAPTERS} --micro-batch-size 4 --save {folder}/sft").fit()
+    merge(folder / "sft/export", folder / "merged")
+    return folder
+
+
+def _job(root: Path, start: str, flags: str) -> Trainer:
+    data = root / flags.split("--task ")[1].split()[0]
+    return Trainer(f"{STEPS} {flags} --data-dir {data} --pretrained-model-name-or-path {root / start}".split())
+
+
+def _train(workers: Any, root: Path, start: str, flags: str) -> list[float] | str:
+    """Return the losses of the evaluations, or the error."""
+    try:
+        return parity.trained(_job(root, start, flags))["evaluations"]
+    except RapidformerError as error:
+        return error.render()
+
+
+@pytest.mark.parametrize(("start", "layout"), by_default(SHORT, CASES))
+def test_a_run_starts_right_or_says_why_not(start: str, layout: str, root: Path, tmp_path: Path) -> None:
+    folder, flags, error, base = STARTS[start]
+    flags = f"{flags} {FLAGS[layout]} --save {tmp_path / 'run'}"
+    told = outcomes_in_workers(WORLDS[layout], _train, root, folder, flags)[0]  # some errors are found by rank 0 alone
+    if error is not None:
+        assert isinstance(told, str)
+        assert error.format(root=root) in told
+        return
+    assert isinstance(told, list), told
+    read = AutoModelForCausalLM.from_pretrained(root / base if base else tmp_path / "run/export")
+    model = peft.PeftModel.from_pretrained(read, tmp_path / "run/export") if base else read
+    assert told[-1] == pytest.approx(_loss(_job(root, folder, flags), model), rel=1e-5)
+
+
+@torch.no_grad()
+def _loss(job: Trainer, model: Any) -> float:
+    """Return the loss of the validation part by transformers. For preferences: DPO's, compared with its base."""
+    data = job.build_data()
+    assert data.valid is not None
+    batch = data.collate([data.valid[i] for i in range(len(data.valid))])
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if job.config.training.task == "causal_lm":
+        return float(model(**inputs, labels=batch["labels"]).loss)
+
+    def logps() -> torch.Tensor:
+        logits = model(**inputs).logits[:, :-1].transpose(1, 2)
+        return -functional.cross_entropy(logits, batch["labels"][:, 1:], reduction="none").sum(1)
+
+    trained = logps()
+    with model.disable_adapter():
+        chosen, rejected = (trained - logps()).chunk(2)
+    return float(-functional.logsigmoid(0.1 * (chosen - rejected)).mean())

@@ -1,7 +1,4 @@
-"""A run exports the model that it has evaluated, with every engine. transformers alone reads the export.
-
-``test_exported_adapters.py`` does the same for adapters, and ``test_written_runs.py`` compares single weights.
-"""
+"""Runs with every engine: they start with the same weights, and their files are read without the product."""
 
 from __future__ import annotations
 
@@ -16,19 +13,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
+from rapidformer_templates import Trainer
+from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models import weight_files
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.resolve import DDP_ENGINE
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.fit import fit
 from rapidformer_templates.run.run import Run
 from tests.support import parity
+from tests.support.combinations import Combination, parsed, place, smallest
 from tests.support.engine_layouts import NAMES, accepts, runs_of_layouts
 from tests.support.jobs import KEEP_FIRST, CausalJob, DeepJob, FallingMetric
 from tests.support.mixtures import MixtralJob
 from tests.support.parallel_jobs import JOBS, Tanh, TanhModel
+from tests.support.parity import Trained
+from tests.support.preference_runs import pairs, words
 from tests.support.selection import by_default
+from tests.support.texts import write_jsonl
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
@@ -196,3 +202,197 @@ def test_loose_settings_of_generation_are_exported_as_they_are(tmp_path: Path) -
     for file in (tmp_path / "run").glob("**/generation_config.json"):
         assert json.loads(file.read_text())["temperature"] == 0.5
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").generation_config.temperature == 0.5
+
+
+WRITTEN = 2
+WRITTEN_FLAGS = f"--train-iters {WRITTEN} --lr 1e-2 --log-interval 1 --eval-interval 1 --no-keep-best --device cpu"
+
+ALONE = "one process"
+RUNS = {name: smallest(switches) for name, switches in NAMES.items()}
+LONGER = {
+    *("replicas", "context 2", "hybrid sharding", "tensor 2, zero-2", "pipeline-parallel", "tensor-parallel"),
+    *("expert-parallel", "oss", "zero-1", "zero-2"),
+}
+"""For ``make test-longer``. Another run has the same parts of tensors, or other parts of the same engine."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def assert_equal(found: Tensors, wanted: Tensors) -> None:
+    """Assert that names, shapes and bits are equal."""
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert found[name].shape == weight.shape, name
+        assert torch.equal(found[name].double(), weight), name
+
+
+def read_checkpoint(folder: Path) -> Tensors:
+    """Return the weights of a checkpoint by its index, without the product's reader.
+
+    Raises:
+        AssertionError: A value is in two boxes, or in none.
+    """
+    weights: Tensors = {}
+    read = cache(load_file)
+    for name, entry in json.loads((folder / "index.json").read_text())["weights"].items():
+        whole = torch.zeros(entry["shape"], dtype=torch.float32)
+        times = torch.zeros(entry["shape"], dtype=torch.int32)
+        for file, key, offset in entry["boxes"]:
+            part = read(folder / file)[key]
+            assert part.dtype == whole.dtype, f"{name} is {part.dtype}"
+            place = tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))
+            whole[place] = part
+            times[place] += 1
+        assert bool((times == 1).all()), f"{name}: parts of it are written twice, or not at all"
+        weights[name] = whole
+    return weights
+
+
+def _write(workers: Any, folder: str, flags: tuple[str, ...]) -> Trained:
+    return parity.trained(DeepJob([*WRITTEN_FLAGS.split(), *flags, "--save", folder, "--export-model"]))
+
+
+@pytest.mark.parametrize("name", by_default([ALONE, *(run for run in RUNS if run not in LONGER)], [ALONE, *RUNS]))
+def test_the_files_have_the_numbers_of_the_run(name: str, tmp_path: Path) -> None:
+    """Read the export with safetensors and with transformers, which supports all of these models but mixtures."""
+    found, folder = RUNS.get(name), tmp_path / "run"
+    if name == ALONE:
+        run = _write(None, str(folder), ("--micro-batch-size", "4"))
+    elif found is None:
+        needed = {REGISTRY[switch].needs_package or "" for switch in NAMES[name]} - {""}
+        pytest.skip(f"needs {', '.join(sorted(needed))}")
+    else:
+        run = run_in_workers(found.world, _write, str(folder), found.flags)[0]
+    assert_equal(read_checkpoint(folder / f"checkpoints/step-{WRITTEN}"), run["weights"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines == run["lines"]
+    assert [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line] == run["curve"]
+    assert len(run["curve"]) == len(run["evaluations"]) == WRITTEN
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(run["summary"]))
+    assert_equal(load_file(folder / "export" / "model.safetensors"), run["weights"])
+    if "expert-parallel" not in NAMES.get(name, ()):
+        read = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32).state_dict()
+        assert torch.equal(read.pop("lm_head.weight"), read["transformer.wte.weight"])  # they are tied
+        assert_equal(read, run["weights"])
+
+
+def test_every_engine_is_here() -> None:
+    plans = {found.plan.engine for found in RUNS.values() if isinstance(found, Combination)}
+    missing = {REGISTRY[switch].engine for name, found in RUNS.items() if found is None for switch in NAMES[name]}
+    assert plans | missing == {switch.engine for switch in REGISTRY.switches if switch.engine} | {DDP_ENGINE}
+
+
+TEXTS = [words(3 + i % 9, i) for i in range(16)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "sequence_classification": [{"text": text, "label": "abc"[i % 3]} for i, text in enumerate(TEXTS)],
+    "token_classification": [
+        {"tokens": t.split(), "tags": ["x" if "e" in w else "O" for w in t.split()]} for t in TEXTS
+    ],
+    "question_answering": [
+        {"question": "what", "context": t, "answers": {"text": [t.split()[1]], "answer_start": [t.index(" ") + 1]}}
+        for t in TEXTS
+    ],
+    "masked_lm": [{"text": text} for text in TEXTS],
+    "causal_lm": [{"text": text} for text in TEXTS],
+    "seq2seq_lm": [{"source": text, "target": text[::-1]} for text in TEXTS],
+    "preference": pairs(16),
+    "reward": pairs(16),
+}
+ARCHITECTURES = (
+    dict.fromkeys(ROWS, "bert") | {"seq2seq_lm": "t5"} | dict.fromkeys(("causal_lm", "preference", "reward"), "gpt2")
+)
+HEADS = ("sequence_classification", "token_classification", "question_answering", "masked_lm", "reward")
+"""Tasks with a new head if the model has none. The head of the other tasks is tied to the embeddings."""
+SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 2"
+ONE_STEP = (
+    "--train-iters 1 --lr 0 --weight-decay 0 --dropout 0 --seq-length 32 --no-export-model --validation-fraction 0"
+    " --global-batch-size 8 --device cpu"
+)
+STARTS = ("scratch", "pretrained", "new head", "adapters")
+OWNING = [switch.name for switch in REGISTRY.switches if switch.engine]
+ENGINES: dict[str, Combination] = {
+    name: found for name in OWNING if (found := smallest((name,))) and "mixture-of-experts" not in found.plan.switches
+}
+
+
+def _flags(task: str, start: str, engine: str, data: str) -> list[str]:
+    """Return the flags of a run. Without ``engine``, they equal those of one process."""
+    kind = ARCHITECTURES[task]
+    flags = [*ONE_STEP.split(), "--task", task, "--data-dir", f"{data}/{task}", "--tokenizer-path", f"{data}/{kind}"]
+    flags += ENGINES[engine].flags if engine else ["--micro-batch-size", "8"]
+    if start == "scratch":
+        return [*flags, "--model-type", kind, *SIZES.split()]
+    folder = f"{data}/{'body' if start == 'new head' else 'whole'}-{task}"
+    return [*flags, "--pretrained-model-name-or-path", folder, *(["--lora-rank", "2"] if start == "adapters" else [])]
+
+
+def _is_accepted(task: str, start: str, engine: str) -> bool:
+    config = REGISTRY.complete(parsed((*_flags(task, start, engine, "data"), "--no-save")))
+    place_of_engine = place(ENGINES[engine].world, "Trainer")
+    return not REGISTRY.refusals(build_request(config, place_of_engine, REGISTRY.switches, training=True))
+
+
+STARTED = [
+    (task, start, engine)
+    for task in ROWS
+    for start in STARTS
+    for engine in ENGINES
+    if (start != "new head" or task in HEADS) and _is_accepted(task, start, engine)
+]
+SHORTLY = [
+    *(("sequence_classification", "new head", engine) for engine in ("tensor-parallel", "zero-2")),
+    *(("causal_lm", "adapters", engine) for engine in ("zero-3", "pipeline-parallel")),
+]
+
+
+MORE_STARTS = [
+    *((task, "pretrained", engine) for task in ROWS for engine in ("pipeline-parallel", "tensor-parallel", "zero-3")),
+    *((task, "new head", "zero-3") for task in HEADS),
+    *(("sequence_classification", "new head", engine) for engine in ENGINES),
+    ("causal_lm", "scratch", "zero-3"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, gpt_folder: Path) -> str:
+    """Create rows, tokenizers, and for each task a complete model and, if it has a separate head, one without it."""
+    folder = tmp_path_factory.mktemp("starts")
+    for kind, tokenizer in (("bert", bert_folder), ("t5", bert_folder), ("gpt2", gpt_folder)):
+        (folder / kind).symlink_to(tokenizer)
+    for task, rows in ROWS.items():
+        (folder / task).mkdir()
+        write_jsonl(folder / task / "train.jsonl", rows)
+        made = load_task(REGISTRY.complete(parsed((*_flags(task, "scratch", "", str(folder)), "--no-save"))))
+        made.build_data()
+        torch.manual_seed(7)
+        made.build_model().save_pretrained(folder / f"whole-{task}")
+        if task in HEADS:
+            AutoModel.from_pretrained(folder / f"whole-{task}").save_pretrained(folder / f"body-{task}")
+    return str(folder)
+
+
+def _start(workers: Any, flags: list[str]) -> parity.Trained:
+    """Train one step. A learning rate of 0 does not change the weights."""
+    return parity.trained(Trainer([*flags, "--no-save"]))
+
+
+@pytest.mark.parametrize(
+    ("task", "start", "engine"), by_default(SHORTLY, STARTED, {*STARTED} - {*SHORTLY, *MORE_STARTS})
+)
+def test_every_engine_starts_with_the_weights_of_one_process(task: str, start: str, engine: str, data: str) -> None:
+    """Weights are bit-identical. So the first loss and the norm of its gradient are the same, too."""
+    expected = _start(None, _flags(task, start, "", data))
+    found = run_in_workers(ENGINES[engine].world, _start, _flags(task, start, engine, data))[0]
+    assert found["weights"].keys() == expected["weights"].keys()
+    assert len(expected["weights"]) > 10
+    same = {name: torch.equal(found["weights"][name], weight) for name, weight in expected["weights"].items()}
+    assert all(same.values()), same
+    for number in ("loss", "grad_norm"):
+        assert found["lines"][0][number] == pytest.approx(expected["lines"][0][number], rel=1e-5), number
+
+
+def test_new_heads_are_new(data: str) -> None:
+    """Otherwise the tests above would compare pretrained heads."""
+    for task in ("sequence_classification", "reward"):
+        whole, new = (_start(None, _flags(task, start, "", data))["weights"] for start in ("pretrained", "new head"))
+        assert any(not torch.equal(new[name], weight) for name, weight in whole.items())

@@ -1,15 +1,14 @@
-"""Models and data by name, and uploads, against a local server that speaks the protocol of the Hugging Face hub."""
+"""Models and data by name, uploads, and code of model folders, against a local server of the Hugging Face protocol."""
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import huggingface_hub.utils
@@ -17,15 +16,20 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Finetuner
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.finetuning.hub_cache import find_or_download
-from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.models.loading import read_config_of
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.hub import model_folder
+from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run import push_to_hub
-from tests.support.hub_server import DATA, MODEL, TOKEN, Hub, data_files, model_files, running_hub, using_hub
+from rapidformer_templates.run.saved_model import find_saved
+from tests.support.hub_server import DATA, MODEL, TOKEN, Hub, model_files, using_hub
 from tests.support.messages import Says
 from tests.support.saved_models import open_saved
 from tests.support.worker_pool import run_in_workers
@@ -254,30 +258,72 @@ def test_a_push_needs_a_token_that_may_write(
     assert not any("repos/create" in request for request in hub.requests)
 
 
-@pytest.mark.longer
-def test_commands_with_two_workers(bert_folder: Path, tmp_path: Path) -> None:
-    """Real commands: download with two workers, take all from the cache and push, fail offline with an empty cache."""
-    with running_hub() as hub:
-        hub.repository(f"models/{MODEL}").commit(model_files(bert_folder, tmp_path / "model"))
-        hub.repository(f"datasets/{DATA}").commit(data_files())
-        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+CODE = """
+from pathlib import Path
+from transformers import GPT2Config
+Path({marker!r}).write_text("ran")
+class Config(GPT2Config):
+    pass
+"""
+ONLY_ON_COMMAND_LINE = [f.name for f in parse([], REGISTRY.options()).fields() if not f.metadata.get("in_files", True)]
 
-        def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-            hub.requests.clear()
-            command = [sys.executable, "-m", "rapidformer_templates", *RUN.split(), *STEPS.split(), *words]
-            environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), **settings, **more}
-            return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
 
-        first = run("--save", "first", "--nproc-per-node", "2")
-        assert first.returncode == 0, first.stderr
-        assert set(hub.downloads()) >= DOWNLOADS | DATA_DOWNLOADS
-        assert len(hub.downloads()) == len(set(hub.downloads()))
-        second = run("--save", "second", "--nproc-per-node", "2", "--push-to-hub", "someone/judge")
-        assert second.returncode == 0, second.stderr
-        assert hub.downloads() == []
-        assert f"uploaded   {hub.url}/someone/judge" in second.stderr
-        offline = run("--save", "third", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "empty"))
-        assert offline.returncode == 2
-        assert f"hf download {MODEL}" in offline.stderr
-        assert "Traceback" not in offline.stderr
-        assert hub.requests == []
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """Path of a file that exists once foreign code has run."""
+    return tmp_path / "ran"
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, gpt_folder: Path, marker: Path) -> Path:
+    """Create an exported model with code, in a run folder whose plan trusts it."""
+    run = tmp_path / "run"
+    folder = run / "export"
+    tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(CODE.format(marker=str(marker)))
+    values = {"trust_remote_code": True, "task": "causal_lm", "user_script": str(folder / "mine.py")}
+    plan = {"values": {spelling(name): {"value": value, "origin": "command line"} for name, value in values.items()}}
+    (run / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+@pytest.mark.parametrize("beside", ["run", "export"], ids=["of a run folder", "of a model in one"])
+def test_a_plan_grants_nothing(beside: str, foreign: Path, marker: Path, tmp_path: Path, says: Says) -> None:
+    given = str(foreign if beside == "export" else foreign.parent)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "one"}) + "\n")
+    for words in (
+        f"predict {given} --input {rows} --output {tmp_path}/out.jsonl",
+        f"evaluate {given} --device cpu --data-dir {tmp_path} --data-name rows",
+        f"chat {given}",
+    ):
+        with mock.patch("sys.stdin", io.StringIO("hello\n")):
+            says.command(words)
+        assert "--trust-remote-code" in says.said[-1]
+        assert not marker.exists(), words
+    with pytest.raises(RapidformerError, match="trust"):
+        open_saved(given)
+    assert not marker.exists()
+    assert not find_saved(given).values.keys() & set(ONLY_ON_COMMAND_LINE)
+
+
+def test_the_command_line_grants_it(foreign: Path, marker: Path) -> None:
+    """Otherwise the test above would not prove anything."""
+    assert find_saved(foreign).config(trust_remote_code=True).model.trust_remote_code
+    assert type(read_config_of(foreign, trust_remote_code=True)).__name__ == "Config"
+    assert marker.exists()
+
+
+def test_a_yaml_file_cannot_set_it(tmp_path: Path, says: Says) -> None:
+    assert ONLY_ON_COMMAND_LINE == ["user_script", "trust_remote_code"]
+    file = tmp_path / "flags.yaml"
+    for name in ONLY_ON_COMMAND_LINE:
+        file.write_text(f"lr: 1.0e-3\n{name}: true\n")
+        with says(ConfigError):
+            parse(["--config", str(file)], REGISTRY.options())

@@ -99,13 +99,6 @@ def test_every_engine_has_the_same_reference(
     assert (tmp_path / "once" / "reference.safetensors").is_file()
 
 
-@pytest.mark.distributed
-@pytest.mark.longer
-def test_groups_of_workers_hold_copies(flags: Mapping[str, list[str]], whole: Callable[[str], Curve]) -> None:
-    groups = ("--micro-batch-size", "1", "--fsdp-memory-optimization", "--fsdp-shard-size", "2")
-    check_alike(in_workers(4, {"groups": [*flags["dpo"], *groups]}), whole("dpo"))
-
-
 @pytest.mark.longer
 def test_a_model_without_its_adapters_is_the_reference(flags: Mapping[str, list[str]]) -> None:
     given = [*flags["dpo"], *LORA, "--micro-batch-size", "2"]

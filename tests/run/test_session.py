@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,24 +204,6 @@ def test_a_worker_with_fewer_samples_counts_for_what_it_has(in_workers: list[dic
         wanted.append(session.evaluate(own_loop.collate(torch.arange(3))).loss)
     assert in_workers[0]["uneven"] == pytest.approx(wanted, abs=1e-6)
     assert in_workers[1]["uneven"] == in_workers[0]["uneven"]
-
-
-@pytest.mark.slow
-@pytest.mark.durable
-@pytest.mark.longer
-def test_killed_it_goes_on(run: list[float], tmp_path: Path) -> None:
-    """Kill -9 in the middle. The same command resumes, and all losses equal those of the run."""
-    command = [sys.executable, str(EXAMPLE), *CPU]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
-        checkpoints = tmp_path / "runs/own-loop/checkpoints"
-        while not (checkpoints / "step-3").exists():
-            assert first.poll() is None
-            time.sleep(0.01)
-        os.kill(first.pid, signal.SIGKILL)
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert not done.stdout.startswith("step 1:")
-    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
-    assert losses == pytest.approx(run[-len(losses) :], abs=1e-6)
 
 
 def test_summary_has_the_receipts(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import sqlite3
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -83,18 +82,6 @@ def of_wandb(run: Path) -> Tracker:
     return [(name, row["_step"], value) for row in rows for name, value in row.items() if not name.startswith("_")]
 
 
-def rows_of_trackio(run: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with sqlite3.connect(run.parent / "trackio" / "rapidformer.db") as store:
-        rows = store.execute("SELECT step, metrics FROM metrics WHERE run_name = 'run'").fetchall()
-    for step, metrics in rows:
-        yield step, {name: value for name, value in json.loads(metrics).items() if name != "timestamp"}
-
-
-def of_trackio(run: Path) -> Tracker:
-    rows = rows_of_trackio(run)
-    return [(name, step, v) for step, row in rows for name, v in row.items() if not isinstance(v, str)]
-
-
 Results = tuple[dict[str, Any], dict[str, str]]
 """Numbers and texts at the end of a run."""
 
@@ -118,10 +105,6 @@ def results_of_wandb(run: Path) -> Results:
     for record in records_of_wandb(run):
         values |= values_of_wandb(record.summary.update)
     return apart(values)
-
-
-def results_of_trackio(run: Path) -> Results:
-    return apart({name: value for step, row in rows_of_trackio(run) if step == STEPS for name, value in row.items()})
 
 
 def parameters_of_tensorboard(run: Path) -> dict[str, Any]:
@@ -154,9 +137,6 @@ PARAMETERS = {
 NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 ABSENT = {tracker: [name for name in names if find_spec(name) is None] for tracker, names in NEEDED.items()}
 """Packages of each tracker that are not installed."""
-if find_spec("trackio"):  # its dependencies differ from those of the others
-    READERS["trackio"], ABSENT["trackio"] = of_trackio, []
-    RESULTS["trackio"] = results_of_trackio
 INSTALLED = [tracker for tracker in READERS if not ABSENT[tracker]]
 needs_tensorboard = pytest.mark.skipif(bool(ABSENT["tensorboard"]), reason="needs tensorboard: pip install tensorboard")
 
@@ -168,9 +148,8 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"needs one of {', '.join(READERS)}: pip install 'rapidformer_templates[trackers]'")
     folder = tmp_path_factory.mktemp("tracked")
     flags = ["--report-to", ",".join(INSTALLED), "--train-iters", str(STEPS)]
-    environment = {**QUIET, "TRACKIO_DIR": str(folder / "trackio")}
     for more, dies_after, ends in (([], KILLED_AT, -signal.SIGKILL), (["--resume"], None, 0)):
-        process = new_process(train, str(folder), [*flags, *more], environment, dies_after)
+        process = new_process(train, str(folder), [*flags, *more], QUIET, dies_after)
         with mock.patch("os.fsync", FSYNC):  # this tests a death, like the tests marked durable
             process.start()
         process.join()

@@ -1,4 +1,4 @@
-"""A worker that hangs or leaves ends the run, and the message names it with its step and its line."""
+"""Workers that are slow, hang or leave: the report or the error names them with their phase, step and line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,228 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from rapidformer_templates import Data
 from rapidformer_templates.errors import WorkerHangs
-from rapidformer_templates.run import watch
+from rapidformer_templates.run import stragglers, watch
+from rapidformer_templates.run.run import Run
+from rapidformer_templates.run.stragglers import PHASES, PhaseTimes, find_stragglers
 from rapidformer_templates.run.watch import STEP, HangWatch
-from rapidformer_templates.system.phase_clock import PhaseClock
+from rapidformer_templates.system.phase_clock import BACKWARD, EXCHANGE, FORWARD, UPDATE, PhaseClock
 from rapidformer_templates.system.workers import Workers
+from tests.support.parallel_jobs import JOBS
 from tests.support.programs import wait_until
 from tests.support.selection import by_default
+from tests.support.worker_pool import run_in_workers
+
+DATA, FORWARDS = PHASES.index(watch.DATA), PHASES.index(FORWARD)
+
+
+def _times(forward: float, data: float = 1.0, waiting: float = 0.0) -> PhaseTimes:
+    phases = [0.0] * len(PHASES)
+    phases[FORWARDS], phases[DATA] = forward, data
+    return PhaseTimes(forward + data, phases, waiting)
+
+
+def test_the_slow_worker_and_its_phase_are_found() -> None:
+    (one,) = find_stragglers([_times(9), _times(10), _times(11, data=10), _times(8)], [0] * 4, 1.5)
+    assert one == (2, 21, 10, watch.DATA, 10, 1)
+    assert one.slowdown == 2.1
+
+
+@pytest.mark.parametrize(
+    ("times", "stages", "found"),
+    [
+        ([_times(9), _times(13.9)], [0, 0], []),  # 1.5 × (9 + 1) = 14 + 1
+        ([_times(9), _times(14.0)], [0, 0], [1]),
+        ([_times(9), _times(14.0), _times(9), _times(90)], [0] * 4, [1, 3]),
+        ([_times(10), _times(12), _times(9), _times(11)], [0] * 4, []),
+        ([_times(1, waiting=100), _times(9, waiting=92)], [0, 0], []),  # the others hardly lose time
+        ([_times(1, waiting=100), _times(19, waiting=82)], [0, 0], [1]),
+        ([_times(10), _times(30), _times(10), _times(30)], [0, 1, 0, 1], []),  # peers are of the same stage
+        ([_times(10), _times(30), _times(20), _times(30)], [0, 1, 0, 1], [2]),
+        ([_times(10), _times(30)], [0, 1], []),
+    ],
+)
+def test_peers_are_compared_by_their_median(times: list[PhaseTimes], stages: list[int], found: list[int]) -> None:
+    assert [one.rank for one in find_stragglers(times, stages, 1.5)] == found
+
+
+class Time:
+    """A clock that advances by a second with each look, and by what a job needs."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 1
+        return self.seconds
+
+
+def test_a_clock_separates_the_time_in_which_a_worker_waits() -> None:
+    time = Time()
+    clock = PhaseClock(time)
+
+    def exchange() -> None:
+        time.seconds += 100
+
+    clock.enter(FORWARD)
+    clock.wait(exchange)
+    time.seconds += 10
+    clock.enter(BACKWARD)
+    clock.enter(FORWARD)
+    busy, waiting = clock.take()
+    assert (busy[FORWARD], waiting[FORWARD]) == (10 + 2 + 1, 100 + 1)
+    assert (busy[BACKWARD], waiting[BACKWARD]) == (1, 0)
+    assert clock.take()[0] == {FORWARD: 1}
+
+
+class SlowSamples(list[Any]):
+    """Samples that are slow to read."""
+
+    def __init__(self, samples: list[Any], delay: Any) -> None:
+        super().__init__(samples)
+        self.delay = delay
+
+    def __getitem__(self, index: Any) -> Any:
+        self.delay()
+        return super().__getitem__(index)
+
+
+class Slow(JOBS["llama-4-tied"]):  # type: ignore[misc]
+    """One worker is slow in one phase. Time passes only there, and with each look at the clock."""
+
+    rank, phase = 0, ""
+
+    def run_begins(self, run: Run) -> None:
+        super().run_begins(run)
+        self.time, self.is_slow = Time(), run.workers.rank == self.rank
+        run.workers.clock.now = self.time
+        run.workers.clock.take()
+
+    def _pass(self, phase: str) -> None:
+        if self.is_slow and phase == self.phase:
+            self.time.seconds += 1000
+
+    def build_data(self) -> Data:
+        data: Data = super().build_data()
+        data.train = SlowSamples(data.train, lambda: self._pass(watch.DATA))  # type: ignore[arg-type]
+        return data
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        self._pass(FORWARD)
+        return super().compute_loss(model, batch)
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        self._pass(watch.OWN_CODE)
+
+
+SLOW_LAYOUTS = {
+    "ddp": (2, ""),
+    "fsdp": (2, "--fsdp-memory-optimization"),
+    "zero-2": (2, "--zero-2-memory-optimization"),
+    "tensor": (2, "--tensor-model-parallel-size 2"),
+    "pipeline × data": (4, "--pipeline-model-parallel-size 2"),
+}
+"""Number of workers and flags."""
+
+
+def _train_slow(workers: Any, rank: int, phase: str, flags: str) -> tuple[list[Any], list[str], list[dict[str, Any]]]:
+    job = type("Job", (Slow,), {"rank": rank, "phase": phase})(flags.split())
+    lines: list[dict[str, Any]] = []
+    with (
+        mock.patch.object(stragglers, "PERIOD", 4),
+        mock.patch.object(stragglers, "say") as say,
+        mock.patch("rapidformer_templates.run.log.Log.record", lambda log, line: lines.append(line)),
+    ):
+        summary = job.fit()
+    return summary["stragglers"], [call.args[1] for call in say.call_args_list], lines
+
+
+SLOW_FLAGS = "--train-iters 12 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --log-interval 1"
+SLOW_CASES = [(layout, phase) for layout in SLOW_LAYOUTS for phase in (FORWARD, watch.DATA, watch.OWN_CODE)]
+BY_DEFAULT = [("ddp", watch.DATA), ("fsdp", FORWARD)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "phase"), by_default(BY_DEFAULT, SLOW_CASES))
+def test_a_slow_worker_is_reported(layout: str, phase: str) -> None:
+    count, flags = SLOW_LAYOUTS[layout]
+    for found, messages, lines in run_in_workers(count, _train_slow, 1, phase, f"{SLOW_FLAGS} {flags}"):
+        (one,) = found
+        assert (one["rank"], one["phase"], one["reports"]) == (1, phase, 2)
+        assert (one["first_step"], one["last_step"]) == (4, 11)
+        assert len(messages) == 2
+        assert messages[1].startswith("steps 8 to 11: worker 1 on ")
+        assert f"it loses most in {phase}: " in messages[1]
+        assert [line["step"] for line in lines if line.get("straggler") == 1] == [8, 12]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "rank", "flags"),
+    by_default(
+        [("ddp", 1, "--straggler-factor 0")],
+        [("ddp", 1, "--straggler-factor 0"), *((layout, -1, "") for layout in SLOW_LAYOUTS)],
+    ),
+)
+def test_equal_workers_and_a_factor_of_0_are_silent(layout: str, rank: int, flags: str) -> None:
+    count, layout_flags = SLOW_LAYOUTS[layout]
+    for found, messages, _ in run_in_workers(count, _train_slow, rank, FORWARD, f"{SLOW_FLAGS} {layout_flags} {flags}"):
+        assert (found, messages) == ([], [])
+
+
+def _phases_with_waits(workers: Any, flags: str) -> tuple[set[str], list[str]]:
+    """Return the phases in which this worker waited, and the phases that it entered."""
+    seen: set[str] = set()
+    entered: list[str] = []
+    enter = PhaseClock.enter
+
+    def record(clock: PhaseClock, phase: str) -> None:
+        entered.append(phase)
+        enter(clock, phase)
+
+    class Job(Slow):
+        def on_step_end(self, step: int, result: Any) -> None:
+            _, waiting = self.run_clock.take()
+            seen.update(phase for phase, seconds in waiting.items() if seconds)
+            dist.barrier()
+            assert self.run_clock.take()[1][watch.OWN_CODE] >= 1
+
+        def run_begins(self, run: Run) -> None:
+            super().run_begins(run)
+            self.run_clock = run.workers.clock
+
+    with mock.patch.object(PhaseClock, "enter", record):
+        Job(flags.split()).fit()
+    return seen, entered
+
+
+WAITS = {
+    "ddp": {watch.EXCHANGE, EXCHANGE},
+    "fsdp": {watch.EXCHANGE, EXCHANGE, FORWARD, BACKWARD, UPDATE},
+    "zero-2": {watch.EXCHANGE, EXCHANGE, BACKWARD, UPDATE},
+    "tensor": {watch.EXCHANGE, EXCHANGE, FORWARD, BACKWARD, UPDATE},
+    "pipeline × data": {watch.EXCHANGE, EXCHANGE, FORWARD, BACKWARD, UPDATE},
+}
+"""The phases in which a worker of each layout waits for others."""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", by_default(["fsdp"], SLOW_LAYOUTS))
+def test_waits_in_collectives_do_not_count(layout: str) -> None:
+    count, flags = SLOW_LAYOUTS[layout]
+    for seen, entered in run_in_workers(count, _phases_with_waits, f"{SLOW_FLAGS} {flags}"):
+        assert seen >= WAITS[layout]
+        after_backward = [entered[i + 1 : i + 3] for i, phase in enumerate(entered) if phase == BACKWARD]
+        # DDP's engine enters the exchange inside of the last backward, before DDP waits for its buckets.
+        assert ([EXCHANGE, EXCHANGE] in after_backward) == (layout == "ddp")
+
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "tests/support/scripts/hanging.py"

@@ -1,6 +1,6 @@
 """Train a layout without files: the weights come from the engine, not from a checkpoint.
 
-``tests/run/test_written_runs.py`` compares the files that a run writes.
+``tests/run/test_exports.py`` compares the files that a run writes.
 """
 
 from __future__ import annotations

@@ -13,10 +13,7 @@ pytestmark = pytest.mark.distributed
 EVERY = [(*model, layout) for model in every() for layout in LAYOUTS]
 SAMPLE = random.Random(0).sample(EVERY, 8)
 """Runs of the default suite. ``scripts/architectures.py`` runs all of them."""
-ONCE_FAILED = [
-    ("inkling2_text", "causal", "pipeline"),
-    ("xlm", "causal", "recomputation"),
-]
+ONCE_FAILED = [("inkling2_text", "causal", "pipeline"), ("xlm", "causal", "recomputation")]
 """Further runs of the default suite, which ended in a stack trace in an earlier version."""
 ONCE_FAILED_SLOWLY = [("llama4_text", "causal", "pipeline"), ("qwen3_next", "causal", "tensor")]
 """The same for ``make test-longer``."""
@@ -29,8 +26,7 @@ def _mark(run: tuple[str, str, str]) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "objective", "layout"),
-    [pytest.param(*run, marks=_mark(run)) for run in EVERY],
+    ("architecture", "objective", "layout"), [pytest.param(*run, marks=_mark(run)) for run in EVERY]
 )
 def test_an_architecture_follows_one_process_or_is_refused(architecture: str, objective: str, layout: str) -> None:
     result = compared(architecture, objective, layout)

@@ -25,16 +25,6 @@ from tests.support.messages import Says
 from tests.support.requests import CPU, GPUS, codes, config_of, on
 from tests.support.selection import by_default
 
-R_AND_M = {"RF004": "[R, M]", "RF009": "[M]", "RF010": "[M]", "RF014": "[M]"}
-DOCUMENTED = {f"RF{number:03}": "[R]" for number in range(1, 16)} | R_AND_M
-DOCUMENTED |= {"RF011": "[D]", "RF012": "[D]", "RF013": "[S]"}
-"""The first rules, and the sources that SPEC §3 names."""
-
-
-@pytest.mark.parametrize("code", DOCUMENTED)
-def test_documented_rules_have_their_sources(code: str) -> None:
-    assert {rule.code: rule.source for rule in REGISTRY.all_rules}[code] == DOCUMENTED[code]
-
 
 @pytest.mark.parametrize("rule", REGISTRY.all_rules, ids=lambda rule: rule.code)
 def test_example_breaks_its_rule_and_only_as_long_as_the_rule_is_there(rule: Rule) -> None:

@@ -1,4 +1,4 @@
-"""Conversations and completions: the same tokens as transformers renders, and loss only on the answers."""
+"""Conversations, completions and instructions: the tokens that transformers renders, and loss only on the answers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.finetuning.chat_samples import NO_END_NOTE, ChatTemplate, encode
+from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.language_models import CausalLM
 from rapidformer_templates.errors import DataError
 from tests.support.messages import Says
@@ -401,3 +402,78 @@ def test_black_box_run(tmp_path: Path, gpt_folder: Path, packed: bool, capsys: p
     summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))["metrics"]
     assert summary["eval_loss"] == pytest.approx(total / count, rel=1e-4)
     assert summary["token_accuracy"] == pytest.approx(right / count, abs=1.5 / count)
+
+
+SHORT_CHATML = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+ALPACA = [
+    {"instruction": "say hello", "input": "", "output": "hello"},
+    {"instruction": "say the number", "input": "the cat sees two", "output": "two"},
+]
+PROMPTS = ["<|user|>say hello\n<|assistant|>", "<|user|>say the number\n\nthe cat sees two\n<|assistant|>"]
+COMPLETIONS = ["hello\n", "two\n"]
+
+
+@pytest.fixture
+def instructed(load: Load) -> Load:
+    def make(rows: list[dict[str, Any]], task: str = "causal_lm", **flags: Any) -> Task:
+        made = load(task, rows, seq_length=96, **flags)
+        made.tokenizer.chat_template = SHORT_CHATML
+        return made
+
+    return make
+
+
+def prompts_of(task: Task) -> list[tuple[str, ...]]:
+    """Return (prompt, learned text) for each sample."""
+    found = []
+    for sample in task.build_data().train or ():  # type: ignore[attr-defined]
+        learned = sample["labels"] != IGNORED
+        found.append(tuple(task.tokenizer.decode(sample["input_ids"][part]) for part in (~learned, learned)))
+    return found
+
+
+@pytest.mark.parametrize("flags", [{}, {"text_column": "instruction"}, {"label_column": "output"}])
+def test_an_instruction_and_its_input_are_the_prompt(instructed: Load, flags: dict[str, str]) -> None:
+    """Naming one of the columns drops no other, and the whole text of a row does not win over its instruction."""
+    for more in ({}, {"text": "below is an instruction"}):
+        assert prompts_of(instructed([row | more for row in ALPACA], **flags)) == list(
+            zip(PROMPTS, COMPLETIONS, strict=True)
+        )
+
+
+def test_rows_of_dolly_and_a_system_prompt(instructed: Load) -> None:
+    rows = [{"instruction": "say hello", "context": "in the house", "response": "hello", "system": "good and fine"}]
+    assert prompts_of(instructed(rows)) == [
+        ("<|system|>good and fine\n<|user|>say hello\n\nin the house\n<|assistant|>", "hello\n")
+    ]
+
+
+def test_the_name_of_a_prompt_brings_its_completion(instructed: Load) -> None:
+    task = instructed([{"prompt": "say", "completion": " hello"}], text_column="prompt")
+    task.tokenizer.eos_token = None
+    assert prompts_of(task) == [("say", " hello")]
+
+
+BAD_INSTRUCTIONS: dict[str, dict[str, Any]] = {
+    "no instruction": {"instruction": None, "output": "a"},
+    "no answer": {"instruction": "a", "output": " "},
+    "a number": {"instruction": "a", "output": "b", "input": 3},
+    "earlier turns": {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+}
+
+
+@pytest.mark.parametrize("name", BAD_INSTRUCTIONS)
+def test_instructions_that_cannot_be_used(instructed: Load, name: str, says: Says) -> None:
+    with says(DataError):
+        instructed([BAD_INSTRUCTIONS[name]]).build_data()
+
+
+def test_sequence_to_sequence_reads_the_instruction_too(instructed: Load, says: Says) -> None:
+    task: Any = instructed(ALPACA, "seq2seq_lm")
+    sources = [task.tokenizer.decode(s["input_ids"], skip_special_tokens=True) for s in task.build_data().train]
+    assert sources == ["say hello", "say the number the cat sees two"]
+    with says(DataError):
+        instructed([{**ALPACA[0], "input": 3}], "seq2seq_lm").build_data()

@@ -56,8 +56,7 @@ def test_folders_as_the_hub_has_them(configure: Configure, tmp_path: Path, layou
 
 
 @pytest.mark.parametrize(
-    ("name", "valid"),
-    [("chat.jsonl", "chat-valid"), ("chat-train.jsonl", "chat-valid"), ("train.jsonl", "valid")],
+    ("name", "valid"), [("chat.jsonl", "chat-valid"), ("chat-train.jsonl", "chat-valid"), ("train.jsonl", "valid")]
 )
 def test_the_validation_file_beside_a_named_one_is_read(
     name: str, valid: str, configure: Configure, tmp_path: Path

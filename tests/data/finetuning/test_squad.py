@@ -113,8 +113,7 @@ def test_short_windows_beside_long_ones(make: Make) -> None:
     together, truths = task.predict(outputs, batch)
     alone = [
         task.predict(
-            SimpleNamespace(start_logits=start[None, :length], end_logits=end[None, :length]),
-            data.collate([sample]),
+            SimpleNamespace(start_logits=start[None, :length], end_logits=end[None, :length]), data.collate([sample])
         )[0][0]
         for start, end, length, sample in zip(outputs.start_logits, outputs.end_logits, lengths, samples, strict=True)
     ]

@@ -71,15 +71,6 @@ def test_causal_samples_are_the_corpus(configure: Configure, flags: dict[str, An
     assert count_targets(batch, shifted=True) == 32
 
 
-def test_every_token_but_the_first_is_a_target_once(configure: Configure, flags: dict[str, Any]) -> None:
-    config = configure(**flags, split="1")
-    data: Any = load_task(config).build_data()
-    batch = data.collate([data.train[i] for i in range(len(data.train))])
-    row = row_of(stream_of(config, 0), (0, 60), config.training.seed)
-    used = row[: len(data.train) * 16 + 1]
-    assert sorted(batch["shift_labels"].flatten().tolist()) == sorted(used[1:].tolist())
-
-
 def test_documents_apart(configure: Configure, flags: dict[str, Any]) -> None:
     """The loss is the sum of the losses of the documents, each run separately through the model."""
     config = configure(**flags, split="1", keep_documents_apart=True)

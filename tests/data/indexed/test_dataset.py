@@ -23,7 +23,6 @@ from rapidformer_templates.data.indexed.dataset import (
     bin_path,
     check_vocabulary,
     idx_path,
-    is_indexed,
     type_for,
 )
 from rapidformer_templates.data.indexed.writer import IndexedWriter, read_sums
@@ -110,12 +109,6 @@ def test_where_a_file_cannot_be_mapped(prefix: Path, monkeypatch: pytest.MonkeyP
     assert contents(IndexedDataset(prefix, "infer")) == DOCUMENTS
     with says(DataError):
         IndexedDataset(prefix, "mmap")
-
-
-def test_is_indexed(prefix: Path, tmp_path: Path) -> None:
-    assert is_indexed(prefix)
-    assert is_indexed(f"{prefix}.idx")
-    assert not is_indexed(tmp_path / "text.jsonl")
 
 
 def test_a_set_without_documents(megatron: Any, tmp_path: Path) -> None:

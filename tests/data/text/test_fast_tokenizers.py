@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
 
+from rapidformer_templates.commands.data import main
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.text import fast_tokenizers, preprocess
 from rapidformer_templates.data.text.encoding import Encoded, Encoder, EncodingJob, EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import (
@@ -26,7 +29,7 @@ from rapidformer_templates.data.text.fast_tokenizers import (
 from rapidformer_templates.data.text.preprocess import split_files
 from rapidformer_templates.errors import DataError
 from tests.support.messages import Says
-from tests.support.texts import TEXTS, Preprocess, files_of
+from tests.support.texts import TEXTS, WORDS, Preprocess, files_of, write_jsonl
 
 needs_gigatoken = pytest.mark.skipif(not fast_tokenizers.is_installed(), reason="gigatoken is not installed")
 
@@ -159,3 +162,126 @@ def test_truncation_in_the_description_is_not_used(recipe: EncodingRecipe) -> No
         "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     }
     assert Reference(json.dumps(cut_short))(TEXTS)[1].tolist() == Reference(recipe.tokenizer)(TEXTS)[1].tolist()
+
+
+SAMPLES = [f"{' '.join(WORDS[i % 30 :])} Élan №{i}.\n\tHello HELLO" for i in range(30)]
+
+
+@pytest.fixture
+def sentences(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text, "title": "Zebra zebra"} for text in SAMPLES])
+
+
+def train(sentences: Path, folder: Path, *words: str) -> int:
+    return main(["tokenizer", "--input", str(sentences), "--output", str(folder), *words])
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_bpe_is_at_once_a_gpt2_tokenizer(sentences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "bpe"
+    assert train(sentences, folder, "--vocab-size", "320") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"{folder}: 320 tokens of 30 documents, padded to 384 in a model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == 320
+    assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
+    for text in (*SAMPLES, "日本語 unseen\x00 😀", "<|endoftext|>x"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.eos_token_id]
+    own = GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
+    assert [own(text)["input_ids"] for text in SAMPLES] == [tokenizer(text)["input_ids"] for text in SAMPLES]
+    assert sum(len(tokenizer(text)["input_ids"]) for text in SAMPLES) < 0.6 * sum(
+        len(text.encode()) for text in SAMPLES
+    )
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_wordpiece_is_at_once_a_bert_tokenizer(sentences: Path, tmp_path: Path, lower: bool) -> None:
+    folder = tmp_path / "wordpiece"
+    assert train(sentences, folder, "--type", "wordpiece", "--vocab-size", "200", *["--lower-case"][: int(lower)]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert isinstance(tokenizer, BertTokenizer)
+    first = (folder / "vocab.txt").read_text(encoding="utf-8").split()[:5]
+    assert first == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id,
+            tokenizer.mask_token_id] == [0, 1, 2, 3, 4]  # fmt: skip
+    ids = tokenizer("the House")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids)[:2] == ["[CLS]", "the"]
+    assert ids[-1] == tokenizer.sep_token_id
+    assert (tokenizer.tokenize("HELLO") == tokenizer.tokenize("hello")) is lower
+    assert (tokenizer.tokenize("Élan") == tokenizer.tokenize("elan")) is lower
+    assert tokenizer.tokenize("xqQ日z")[0] == "[UNK]"
+    assert "[UNK]" not in tokenizer.tokenize("dHHlvw hEl")  # the letters are never inside words in the training text
+    own = BertTokenizer(vocab=str(folder / "vocab.txt"), do_lower_case=lower)
+    assert [own(text)["input_ids"] for text in SAMPLES] == [tokenizer(text)["input_ids"] for text in SAMPLES]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_the_same_text_gives_the_same_files(sentences: Path, tmp_path: Path, kind: str) -> None:
+    folders = [tmp_path / name for name in "abcd"]
+    for folder in folders:
+        assert train(sentences, folder, "--type", kind, "--vocab-size", "300") == 0
+    assert all(all_files(folder) == all_files(folders[0]) for folder in folders)
+    size = "280" if kind == "bpe" else "150"
+    assert train(sentences, folders[0], "--type", kind, "--vocab-size", size, "--overwrite") == 0
+    assert all_files(folders[0]) != all_files(folders[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "corpus.jsonl", "d"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_preprocess_with_it_in_both_ways(sentences: Path, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "tokenizer"
+    assert train(sentences, folder, "--type", kind, "--vocab-size", "300") == 0
+    files = ["--vocab-file", str(folder / "vocab.txt")]
+    if kind == "bpe":
+        files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
+    by_type = ["--tokenizer-type", "GPT2BPETokenizer" if kind == "bpe" else "BertWordPieceCase", *files]
+    by_folder = ["--tokenizer-type", "HuggingFaceTokenizer", "--pretrained-model-name-or-path", str(folder)]
+    made = []
+    for name, words in (("type", by_type), ("folder", by_folder)):
+        prefix = tmp_path / name
+        command = ["preprocess", "--input", str(sentences), "--output-prefix", str(prefix), "--workers", "1"]
+        assert main([*command, *words, "--append-eod"]) == 0
+        made.append(Path(f"{prefix}_text_document.bin").read_bytes())
+    assert made[0] == made[1]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end = tokenizer.eos_token_id if kind == "bpe" else tokenizer.sep_token_id
+    for ids, text in zip(IndexedDataset(tmp_path / "type_text_document"), SAMPLES, strict=True):
+        assert ids.tolist() == [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+
+
+def test_other_columns_and_bad_lines(
+    sentences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says
+) -> None:
+    words = ["--vocab-size", "290", "--json-keys", "text", "title", "--json"]
+    assert train(sentences, tmp_path / "both", *words) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts == {"folder": str(tmp_path / "both"), "vocabulary": 290, "documents": 60, "skipped": []}
+    assert "ebra" in (tmp_path / "both" / "vocab.json").read_text(encoding="utf-8")
+    sentences.write_bytes(sentences.read_bytes() + b'not json\n{"text": "half \\ud83d"}\n')
+    says.command(f"data tokenizer --input {sentences} --output {tmp_path / 'never'}")
+    assert not (tmp_path / "never").exists()
+    assert train(sentences, tmp_path / "skips", "--skip-bad-lines", "--vocab-size", "999") == 0
+    says.text(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "words", ["--vocab-size 256", "--type wordpiece --vocab-size 5", "--lower-case", "--json-keys body"]
+)
+def test_wrong_use(sentences: Path, tmp_path: Path, words: str, says: Says) -> None:
+    says.command(f"data tokenizer --input {sentences} --output {tmp_path / 'out'} {words}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_not_replaced_unasked(sentences: Path, tmp_path: Path, says: Says) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    words = f"data tokenizer --input {sentences} --output {tmp_path / 'out'}"
+    says.command(words)
+    sentences.write_text('{"text": " "}\n')
+    says.command(f"{words} --overwrite")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]

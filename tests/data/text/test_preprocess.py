@@ -331,12 +331,7 @@ def words_for(corpus: Path, gpt_folder: Path, prefix: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_interrupted_and_run_again(
-    corpus: Path,
-    recipe: EncodingRecipe,
-    make: Preprocess,
-    gpt_folder: Path,
-    tmp_path: Path,
-    number: signal.Signals,
+    corpus: Path, recipe: EncodingRecipe, make: Preprocess, gpt_folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     words = words_for(corpus, gpt_folder, tmp_path / "out")
     command = [sys.executable, "-c", SLOW, "wait", *words]

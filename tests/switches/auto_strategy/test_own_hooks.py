@@ -1,7 +1,8 @@
-"""Memory that is predicted for a script's own model, data and loss, compared with a run of the script."""
+"""Memory that is predicted for a script's own model, data and loss, and for a frozen copy, compared with runs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,32 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import GPT2Config
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Trainer
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.errors import ConfigError, ModelError
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.deepspeed_file.settings import bucket_sizes
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.run.planned_model import HookModel, engine_memory, planned_memory
-from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
+from rapidformer_templates.switches.auto_strategy.layouts import (
+    Layout,
+    MasterWeights,
+    MemoryOptions,
+    layout_of,
+    memory_options_of,
+)
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import FlagModel, Subject
-from rapidformer_templates.switches.auto_strategy.model_shapes import Variant
-from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes, StateOptions
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.system.workers import Workers
 from tests.support.messages import Says
+from tests.support.preference_runs import make, pairs
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
@@ -236,3 +247,74 @@ def test_a_hook_that_reads_values_is_named(says: Says) -> None:
     job = ValueJob(["--device", "cpu"])
     with says(ModelError):
         Subject(job.config, gpu=False, source=HookModel(job, FlagModel))
+
+
+KEPT_WHOLE = "stage3_param_persistence_threshold"
+MASTERS = MemoryOptions("bf16", masters=MasterWeights())
+ENGINES: dict[str, tuple[tuple[str, ...], str, MemoryOptions]] = {
+    "none": ((), "none", MemoryOptions()),
+    "none, weights of 16 bits": (("--mixed-precision", "bf16"), "none", MASTERS),
+    "fsdp": (("--fsdp-memory-optimization",), "fsdp", MemoryOptions()),
+    "zero-3": (
+        ("--zero-3-memory-optimization",),
+        "zero-3",
+        MemoryOptions(how=StateOptions(kept_whole=bucket_sizes(32)[KEPT_WHOLE])),
+    ),
+}
+"""By name: flags, and the partitioning and setting that the planner derives from them."""
+
+
+def bytes_of(model: torch.nn.Module) -> int:
+    """Return the local bytes of its parameters: whole parameters, shards, and partitions of ZeRO-3."""
+    held = 0
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
+        held += local.nbytes + (parameter.ds_tensor.nbytes if hasattr(parameter, "ds_tensor") else 0)
+    return held
+
+
+def measured(workers: Any, flags: list[str]) -> dict[str, int]:
+    found = {}
+    for name, (more, _, _) in ENGINES.items():
+        job = Trainer([*flags, *more, "--task", "preference", "--no-save"])
+        job.fit()
+        with job.task.reference(None) as copy:  # type: ignore[attr-defined]
+            found[name] = bytes_of(copy)
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_copy_is_divided_as_it_is_predicted(gpt_folder: Path, tmp_path: Path) -> None:
+    flags = make(tmp_path, gpt_folder, pairs(4))
+    config = GPT2Config.from_pretrained(tmp_path / "model")
+    assert config.n_embd == 32
+    ranks: list[Mapping[str, int]] = run_in_workers(2, measured, [*flags, "--train-iters", "1"])
+    alone, beside = (
+        ModelShapes(lambda blocks: Assembly(GPT2LMHeadModel(config)), lambda samples: {}, has_copy=copied)
+        for copied in (False, True)
+    )
+    for name, (_, partitioning, setting) in ENGINES.items():
+        layout = Layout(1, 1, 2, partitioning=partitioning)
+        more = zip(states_by_worker(beside, layout, setting), states_by_worker(alone, layout, setting), strict=True)
+        assert [b.parameters - a.parameters for b, a in more] == [rank[name] for rank in ranks], name
+        with_copy, without = (states_by_worker(model, layout, setting) for model in (beside, alone))
+        assert [held.optimizer for held in with_copy] == [held.optimizer for held in without]
+
+
+@pytest.mark.parametrize(
+    ("flags", "copied", "rows"),
+    [
+        ({"task": "preference"}, True, 4),
+        ({"task": "preference", "precompute_reference": True}, False, 4),
+        ({"task": "preference", "preference_loss": "simpo"}, False, 4),
+        ({"task": "preference", "preference_loss": "kto"}, True, 2),
+        ({"task": "reward"}, False, 4),
+        ({"task": "causal_lm"}, False, 2),
+    ],
+)
+def test_the_planner_sees_what_a_task_needs(flags: dict[str, Any], copied: bool, rows: int) -> None:
+    sizes = {"model_type": "gpt2", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8}
+    subject = Subject(RunConfig().replace("command line", **flags, **sizes), gpu=False)
+    assert subject.shapes.has_copy == copied
+    assert len(subject.shapes.batch(2)["input_ids"]) == rows

@@ -1,16 +1,18 @@
-"""Adapters in pretrained mixtures of experts, as in peft: on linear layers, stacks of experts and routers."""
+"""Adapters in pretrained mixtures of experts, as in peft. Exports of each task open with the Auto classes of peft."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
 
-from rapidformer_templates import load_mixture
+from rapidformer_templates import Data, Trainer, load_mixture
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.model_files import OWN_EXPERTS
@@ -260,3 +262,87 @@ def test_experts_in_codes_train_as_the_read_ones_do(coding: str, bases: dict[str
     assert receipts["adapted_routers"] == 2
     assert receipts["quantized_layers"] == receipts["adapted_layers"] - 2 == 2 * (4 + 4 + 2)
     assert receipts["frozen_parameters"] == plain["summary"]["receipts"]["frozen_parameters"]
+
+
+VOCABULARY = 67
+ALONE_SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+BERT = transformers.BertConfig(vocab_size=VOCABULARY, **ALONE_SIZES)
+LLAMA = transformers.LlamaConfig(vocab_size=VOCABULARY, **ALONE_SIZES, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+
+
+class Opened(NamedTuple):
+    """Adapters of a model class.
+
+    Attributes:
+        model: the class that is trained.
+        base: the model in the folder that the run starts from.
+        classes: peft's and transformers' classes that open the export.
+        labels: the number of labels of a new head.
+        flags: of the run.
+    """
+
+    model: type[transformers.PreTrainedModel]
+    base: transformers.PreTrainedModel
+    classes: tuple[str, str]
+    labels: int | None = None
+    flags: str = ""
+
+
+CAUSAL = ("AutoPeftModelForCausalLM", "AutoModelForCausalLM")
+SEQUENCES = ("AutoPeftModelForSequenceClassification", "AutoModelForSequenceClassification")
+
+
+def kinds() -> dict[str, Opened]:
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(LLAMA)
+    return {
+        "trained head": Opened(transformers.LlamaForCausalLM, llama, CAUSAL, flags="--lora-modules-to-save lm_head"),
+        "classes": Opened(
+            transformers.BertForSequenceClassification, transformers.BertModel(BERT), SEQUENCES, labels=3
+        ),
+        "masked": Opened(
+            transformers.BertForMaskedLM, transformers.BertForMaskedLM(BERT), ("AutoPeftModel", "AutoModelForMaskedLM")
+        ),
+    }
+
+
+def _train(kind: Opened, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Train adapters on random tokens. Return inputs, and the outputs of the trained model."""
+    ids = torch.randint(3, VOCABULARY, (4, 9))
+    kind.base.save_pretrained(folder / "base")
+
+    class Job(Trainer):
+        def build_data(self) -> Data:
+            return Data(train=list(ids), collate=lambda rows: {"input_ids": torch.stack(rows)})
+
+        def build_model(self) -> nn.Module:
+            options = {"num_labels": kind.labels} if kind.labels else {}
+            model: nn.Module = kind.model.from_pretrained(folder / "base", **options)
+            return model
+
+        def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            outputs: torch.Tensor = model(**batch)[0]
+            return (outputs - 1).square().mean()
+
+    flags = f"--lora-rank 2 --train-iters 2 --lr 0.1 --micro-batch-size 4 --device cpu {kind.flags}"
+    job = Job([*flags.split(), "--save", str(folder / "run")])
+    job.fit()
+    with torch.no_grad():
+        before, after = (model.eval()(ids)[0] for model in (job.build_model(), job.model))
+    assert (after - before).abs().max() > 1e-2  # otherwise the base alone would pass the test
+    return ids, after
+
+
+@pytest.mark.slow
+def test_peft_and_transformers_open_the_adapters_of_each_task(tmp_path: Path) -> None:
+    for name, kind in kinds().items():
+        folder = tmp_path / name.replace(" ", "-")
+        ids, outputs = _train(kind, folder)
+        settings = json.loads((folder / "run/export/adapter_config.json").read_text())
+        assert (settings["task_type"] is None) == (name == "masked")
+        options = {"num_labels": kind.labels} if kind.labels else {}
+        for auto in kind.classes:
+            package: Any = peft if "Peft" in auto else transformers
+            model = getattr(package, auto).from_pretrained(folder / "run/export", **options).eval()
+            with torch.no_grad():
+                torch.testing.assert_close(model(ids)[0], outputs, rtol=0, atol=1e-5)

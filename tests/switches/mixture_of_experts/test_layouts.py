@@ -54,18 +54,10 @@ LAYOUTS = [  # (job, flags of the layout)
     GRADIENTS_DIVIDED,
     OF_A_CONTEXT,
     WHOLE_GROUPS,
-    ("llama", f"{PIPELINE} --virtual-pipeline-size 2 --micro-batch-size 2 {SHARDED}"),
-    ("gpt2", f"--context-parallel-size 4 --micro-batch-size 6 {AGAIN} {ZERO_2}"),
-    ("qwen3", f"{CONTEXT} {STRETCHES} --micro-batch-size 6"),
-    ("llama", f"{GROUPS} --micro-batch-size 3 --zero-1-memory-optimization --cpu-offload"),
-    ("bert", f"{ALL} --micro-batch-size 1 {SHARDED}"),
-    ("gpt2", f"{TENSOR} {ALL} --micro-batch-size 3 {ZERO_2}"),
     ("bert", f"{STRETCHES} {GROUPS} --micro-batch-size 3"),
     ("llama", f"{PIPELINE} --virtual-pipeline-size 2 {GROUPS} --micro-batch-size 1 {SHARDED}"),
-    ("llama", f"{GROUPS} --micro-batch-size 1 {FSDP} --fsdp-shard-size 2"),
     ("qwen3", f"--num-experts 4 {ALL} {CONTEXT} {STRETCHES} --micro-batch-size 6"),
     ("llama", f"{ALL} {CONTEXT} {RING} {PIPELINE} --micro-batch-size 2 {SHARDED}"),
-    ("mixtral", f"--num-experts 4 {GROUPS} --micro-batch-size 1 {AGAIN} {ZERO_2}"),
     ("deep qwen3", f"{PIPELINE} {STRETCHES} {AGAIN} --micro-batch-size 4"),
 ]
 

@@ -56,11 +56,7 @@ class OneShapeFrozenJob(OneLength, jobs.FrozenJob):
     """The same classifier with frozen embeddings and a frozen first block."""
 
 
-jobs.OTHERS |= {
-    "onnx-llama": LlamaJob,
-    "one-shape": OneShapeClassJob,
-    "one-shape-frozen": OneShapeFrozenJob,
-}
+jobs.OTHERS |= {"onnx-llama": LlamaJob, "one-shape": OneShapeClassJob, "one-shape-frozen": OneShapeFrozenJob}
 
 
 def _close(actual: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -140,10 +140,7 @@ def _spoiled(workers: Any, switch: str) -> bool:
     """Return whether the failing step leaves the weights unchanged."""
     job = SpoiledJob([*f"{ACCUMULATED} {switch}".split(), "--lr", "1e-3"])
     job.rank = workers.rank
-    with (
-        mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),
-        pytest.raises(NonFiniteLoss),
-    ):
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False), pytest.raises(NonFiniteLoss):
         job.fit()
     assert len(job.curve) == 2
     return all(torch.equal(a, b) for a, b in zip(job.before, job.model.parameters(), strict=True))

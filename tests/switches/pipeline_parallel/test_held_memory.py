@@ -138,8 +138,7 @@ def predicted(name: str, rank: int, precision: str, recompute: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("precision", "recompute"),
-    by_default([("bf16", "full")], [("fp32", "none"), ("bf16", "none"), ("bf16", "full")]),
+    ("precision", "recompute"), by_default([("bf16", "full")], [("fp32", "none"), ("bf16", "none"), ("bf16", "full")])
 )
 def test_a_stage_holds_what_the_planner_predicts(precision: str, recompute: str) -> None:
     for rank in (0, 1, STAGES - 1):
