@@ -190,7 +190,7 @@ ATTRIBUTES_OF_OTHERS = {
     "configurations": "architectures auto_mapping base_model_name_or_path inference_mode num_hidden_layers "
     "output_router_logits quantization_config revision target_modules target_parameters task_type fan_in_fan_out "
     "tie_word_embeddings",
-    "peft": "base_layer peft_config",
+    "peft": "base_layer peft_config _disable_adapters",
     "tokenizers": "normalizer pre_tokenizer",
     "argparse": "choices help usage",
     "torch": "compiling found_inf global_var grad_scale meta optimize_ddp padding_idx post_backward recompile_limit "

@@ -203,6 +203,8 @@ def test_a_forward_reads_nothing_and_is_the_same(name: str, kind: str) -> None:
     with torch.no_grad(), mask_answers(microbatch, batch), CountReads() as counted:
         actual = model(**batch).logits
     assert counted.reads == 0
+    mask = batch.get("attention_mask")
+    assert microbatch.shown_tokens == (int(mask.sum()) if mask is not None and mask.ndim == 2 else None)
     assert (plain.reads > 0) == (kind in ("full mask", "padded") or name in ("gpt2", "llama"))
     assert torch.equal(actual, expected)
 

@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 
 from rapidformer_templates.engines import local
 from rapidformer_templates.engines.step import DynamicLossScale
+from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert
+from rapidformer_templates.switches.zero.engine import cast
 from tests.support import parity, stand_in
 from tests.support.dropout_runs import DropoutJob
 from tests.support.jobs import OTHERS, CausalJob
@@ -214,3 +216,25 @@ def _reads_of_steps(workers: Any, steps: int) -> list[str]:
 def test_no_step_waits_for_the_device() -> None:
     few, many = (run_in_workers(1, _reads_of_steps, steps, device=stand_in.NAME)[0] for steps in (2, 5))
     assert sorted(few) == sorted(many)
+
+
+def _reads_of_a_grouping(workers: Any) -> list[str]:
+    tokens, chosen = torch.rand(6, 4).to(workers.device), torch.arange(12).view(6, 2).remainder(4).to(workers.device)
+    with host_reads() as read:
+        group_by_expert(tokens, chosen, None, 4)
+    return read
+
+
+@pytest.mark.skipif(**stand_in.missing())
+def test_tokens_are_grouped_by_expert_without_a_wait() -> None:
+    assert run_in_workers(1, _reads_of_a_grouping, device=stand_in.NAME) == [[]]
+
+
+def _places_of_exact_values(workers: Any) -> set[str]:
+    model = torch.nn.Linear(4, 4)
+    return {values.device.type for _, values in cast(model, torch.bfloat16, workers).values()}
+
+
+@pytest.mark.skipif(**stand_in.missing())
+def test_exact_values_of_zero_wait_on_the_host() -> None:
+    assert run_in_workers(2, _places_of_exact_values, device=stand_in.NAME) == [{"cpu"}] * 2

@@ -55,7 +55,7 @@ class MicroBatch:
         targets: number of targets that its loss is a mean over.
         idle: the batch does not count.
         size: (samples, tokens) in it if the order or the data set knows them. None if they can be read from the batch.
-        mask_facts: see :meth:`inspect_masks`.
+        mask_facts, shown_tokens: see :meth:`inspect_masks`.
         positions: for each row, the position of its sample in the order. -1 for a row that does not count.
         bookmark: position of a stream before these samples.
         random_key: numbers that the random numbers of its forward depend on. None continues the stream of the worker.
@@ -67,6 +67,7 @@ class MicroBatch:
     idle: bool = False
     size: tuple[int, int] | None = None
     mask_facts: dict[str, bool] = field(default_factory=dict)
+    shown_tokens: int | None = None
     positions: Sequence[int] = ()
     bookmark: Bookmark | None = None
     random_key: tuple[int, ...] | None = None
@@ -76,15 +77,17 @@ class MicroBatch:
 
         ``mask_facts`` then has one bool for ``attention_mask`` (nothing is masked) and one for ``position_ids`` (each
         row is consecutive). It only has entries for fields that exist, with integers or bools of shape (samples,
-        tokens).
+        tokens). ``shown_tokens`` is the number of tokens that such an ``attention_mask`` does not mask.
         """
-        self.mask_facts = {}
+        self.mask_facts, self.shown_tokens = {}, None
         for name, question in QUESTIONS.items():
             tensor = field_of(self.batch, name)
             if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
                 continue
             if tensor.ndim == 2 and tensor.is_cpu:
                 self.mask_facts[name] = question(tensor.numpy())
+                if name == "attention_mask":
+                    self.shown_tokens = int(np.count_nonzero(tensor.numpy()))
 
     @property
     def sample_count(self) -> int:

@@ -109,6 +109,12 @@ class HostCopy:
         return values
 
 
+def sent(values: object, device: torch.device) -> torch.Tensor:
+    """Return a tensor of numbers of the host on a device. The host does not wait for the copy."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if is_asynchronous(device) else tensor
+
+
 def peak_bytes(device: torch.device) -> int | None:
     """Return the peak memory allocated on an accelerator so far, or None if torch does not report it."""
     ask = getattr(torch.get_device_module(device), "max_memory_allocated", None)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models import divided_tensor
 from rapidformer_templates.switches.layout.collectives import Peers, all_reduce, all_reduce_both_ways, gather
+from rapidformer_templates.system import accelerator
 
 
 class DividedLogits(divided_tensor.DividedTensor):
@@ -197,7 +198,7 @@ class DividedRows(divided_tensor.DividedTensor):
 
     def _index(self, like: torch.Tensor) -> torch.Tensor:
         """Return the places as an index tensor on the device of ``like``."""
-        return torch.tensor(self.places, device=like.device)
+        return accelerator.sent(self.places, like.device)
 
     def part_of(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[self._index(rows)]
@@ -224,7 +225,7 @@ class DividedRows(divided_tensor.DividedTensor):
         (places,) = (chosen_here >= 0).nonzero()
         local, order = self.local, chosen_here[places]
         if not np.array_equal(order, np.arange(local_count)):
-            local = local[torch.tensor(order, device=local.device)]
+            local = local[accelerator.sent(order, local.device)]
         return DividedRows(local, chosen.shape[:-1], places, self.peers)
 
     def cross_entropy(

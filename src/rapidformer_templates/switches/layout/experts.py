@@ -171,9 +171,7 @@ class ExpertParallelEngine(DDPEngine):
 
     def _reduce(self) -> None:
         if self._replica_group.size > 1:
-            has_gradient = torch.tensor(
-                [float(p.grad is not None) for p in self._divided_parameters], device=self.workers.device
-            )
+            has_gradient = torch.tensor([float(p.grad is not None) for p in self._divided_parameters])  # on the host
             dist.all_reduce(has_gradient, group=self._replica_group.group)
             for parameter, is_used in zip(self._divided_parameters, has_gradient.tolist(), strict=True):
                 if is_used:

@@ -343,7 +343,7 @@ class ContextSequenceShards(SequenceShards):
         if not intervals.folded:
             return gather(shard, self.peers, DIM, length, partial=True)
         whole = gather(shard, self.peers, DIM, intervals.shard_length * self.peers.size, partial=True)
-        return whole.index_select(DIM, torch.tensor(intervals.positions, device=whole.device))
+        return whole.index_select(DIM, accelerator.sent(intervals.positions, whole.device))
 
     def _slice_once(self, tensor: torch.Tensor, *, dim: int, length: int) -> torch.Tensor:
         """Return this worker's part of a tensor that all blocks get. It is cut only once."""

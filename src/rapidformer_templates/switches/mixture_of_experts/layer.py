@@ -193,7 +193,8 @@ def group_by_expert(tokens: torch.Tensor, chosen: torch.Tensor, is_kept: torch.T
     permutation = visits.argsort(stable=True)
     numbers = torch.arange(len(permutation), device=permutation.device)
     back = torch.empty_like(permutation).scatter_(0, permutation, numbers)
-    counts = torch.bincount(visits, minlength=experts + 1)[:experts]
+    # torch.bincount would read the largest value, for which the host waits.
+    counts = visits.new_zeros(experts + 1).scatter_add_(0, visits, torch.ones_like(visits))[:experts]
     copies: torch.Tensor = Rearrange.apply(tokens, permutation, back, chosen.shape[-1])
     return Grouped(copies, counts, permutation, back)
 
