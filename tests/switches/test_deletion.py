@@ -26,7 +26,6 @@ OPTIONAL = {
     "torch_compile": "torch-compile",
     "distributed_optimizer.py": "distributed-optimizer",
     "frozen_parameters.py": "frozen-parameters",
-    "nvme_offload.py": "nvme-offload",
     "tf32.py": "tf32",
 }
 """Files and folders of switches that no other switch needs, each with one of its switches."""

@@ -23,6 +23,8 @@ from rapidformer_templates.planning.switch import (
     replace,
 )
 
+_SIXTEEN_BITS = ("mixed_precision", "bf16")
+
 
 @dataclass(frozen=True)
 class MixedPrecisionFlags:
@@ -39,13 +41,13 @@ class MixedPrecisionFlags:
     keep_fp32_parameters: bool = flag(
         False,
         "keep weights in fp32 and cast them where they are used, instead of 16-bit weights with fp32 masters",
-        only_with=("mixed_precision", "bf16"),
+        only_with=_SIXTEEN_BITS,
     )
     grad_accum_dtype: Literal["fp32", "bf16"] = flag(
-        "fp32", "type in which gradients of 16-bit weights are accumulated", only_with=("mixed_precision", "bf16")
+        "fp32", "type in which gradients of 16-bit weights are accumulated", only_with=_SIXTEEN_BITS
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = flag(
-        "fp32", "type in which they are summed over data-parallel workers", only_with=("mixed_precision", "bf16")
+        "fp32", "type in which they are summed over data-parallel workers", only_with=_SIXTEEN_BITS
     )
 
 

@@ -16,11 +16,11 @@ from torch.nn import functional as F  # noqa: N812
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
+    TANH,
     LossRecipe,
-    Scale,
-    Shift,
-    Tanh,
     linear_cross_entropy,
+    scale,
+    shift,
 )
 from rapidformer_templates.switches.fused_loss.transform import FusedHead, Logits, fuse_loss
 from rapidformer_templates.system.workers import Workers
@@ -47,13 +47,13 @@ def _inputs(rows: int, words: int, *, bias: bool, dtype: torch.dtype = torch.flo
 @pytest.mark.parametrize("rows", [1, 4, 37, 64])
 def test_loss_and_gradients_are_those_of_whole_logits(rows: int, bias: bool, smoothing: float) -> None:
     *tensors, target = _inputs(rows, 50, bias=bias)
-    hidden, weight, shift = tensors
-    logits = F.linear(hidden, weight, shift)
+    hidden, weight, offset = tensors
+    logits = F.linear(hidden, weight, offset)
     constant = torch.randn(1, 50, dtype=torch.float64)
     capped = torch.tanh((logits + constant) / 3) * 3
     expected = F.cross_entropy(capped, target, reduction="sum", label_smoothing=smoothing)
-    recipe = LossRecipe((Shift(constant), Scale(1 / 3), Tanh(), Scale(3.0)), smoothing=smoothing)
-    actual = linear_cross_entropy(hidden, weight, shift, target, recipe)
+    recipe = LossRecipe((shift(constant), scale(1 / 3), TANH, scale(3.0)), smoothing=smoothing)
+    actual = linear_cross_entropy(hidden, weight, offset, target, recipe)
     given = [tensor for tensor in tensors if tensor is not None]
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     for mine, its in zip(
@@ -250,7 +250,7 @@ def test_the_receipt_would_see_whole_logits() -> None:
     def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: LossRecipe, words: Any) -> Any:
         return F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
 
-    with mock.patch("rapidformer_templates.switches.fused_loss.transform.linear_cross_entropy", whole):
+    with mock.patch("rapidformer_templates.switches.fused_loss.linear_cross_entropy.linear_cross_entropy", whole):
         run = train("causal", False, f"{ALONE} --train-iters 1 {FUSED}")
     receipts = run["summary"]["receipts"]
     assert receipts["logits_rows"] == receipts["logits_rows_without"]

@@ -107,11 +107,9 @@ class _Products(TorchDispatchMode):
         """
         for product, before in self.products:
             if not torch.equal(sum_of_bits(product), before):
-                raise ModelError(
-                    f"a product that is kept for the backward is overwritten in {block}",
-                    where="--recompute-granularity selective",
-                    hint="compute that out of place, or use --recompute-granularity full",
-                )
+                message = f"a product that is kept for the backward is overwritten in {block}"
+                hint = "compute that out of place, or use --recompute-granularity full"
+                raise ModelError(message, where="--recompute-granularity selective", hint=hint)
 
 
 @contextmanager

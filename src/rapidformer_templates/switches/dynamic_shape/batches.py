@@ -144,11 +144,9 @@ def order_of(run: RunWithData, samples: SampleSet) -> tuple[DynamicOrder, str]:
     lengths = sample_lengths(samples, run.data, training=True)
     if lengths is None or len(lengths) != len(samples):
         count = "no" if lengths is None else f"{len(lengths):,}"
-        raise DataError(
-            f"there are {count} lengths for {len(samples):,} training samples",
-            where="--data-iterator dynamic-shape",
-            hint="give the length of each in Data.lengths: build_data()",
-        )
+        message = f"there are {count} lengths for {len(samples):,} training samples"
+        hint = "give the length of each in Data.lengths: build_data()"
+        raise DataError(message, where="--data-iterator dynamic-shape", hint=hint)
     options = config.switches["dynamic-shape"]
     longest = run.task.seq_length if run.task else config.model.seq_length or int(lengths.max())
     budget = options.tokens_per_batch or sizes.micro_batch * longest

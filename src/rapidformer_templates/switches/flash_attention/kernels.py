@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -234,52 +234,26 @@ def _refusal(where: str, why: str, instead: str = "") -> ModelError:
 
 
 def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    *,
-    packs: bool = True,
-    **others: Any,
+    batch_size: int, q_length: int, kv_length: int, *, packs: bool = True, **asked: Any
 ) -> torch.Tensor | None:
     """Return what the attention may see: None, a matrix (rows, 1, tokens, tokens), or borders of packed documents.
 
-    The parameters match transformers' ``sdpa_mask``, which makes everything except the borders.
+    The parameters are those of transformers' ``sdpa_mask``, which makes everything except the borders.
 
     Args:
         packs: whether the kernel supports borders.
     """
-    special = attention_mask is not None or local_size is not None or use_vmap or q_length != kv_length
-    if packs and not (special or allow_is_causal_skip or allow_is_bidirectional_skip or q_offset or kv_offset):
+    is_special = any(asked.get(name) is not None for name in ("attention_mask", "local_size"))
+    is_special |= any(asked.get(n) for n in ("use_vmap", "q_offset", "kv_offset", "allow_is_bidirectional_skip"))
+    is_special |= asked.get("allow_is_causal_skip", True)
+    if packs and q_length == kv_length and q_length > 1 and not is_special:
         # Documents are packed if each token sees the one before it or begins a document, and none sees the next.
-        rows = torch.arange(batch_size, device=device)[:, None]
-        positions = torch.arange(q_length, device=device)[None]
-        sees = partial(mask_function, rows, 0)
-        if q_length > 1 and not sees(positions[:, :-1], positions[:, 1:]).any():
+        rows = torch.arange(batch_size, device=asked.get("device", "cpu"))[:, None]
+        positions = torch.arange(q_length, device=rows.device)[None]
+        sees = partial(asked.get("mask_function", causal_mask_function), rows, 0)
+        if not sees(positions[:, :-1], positions[:, 1:]).any():
             return borders_of(sees(positions, (positions - 1).clamp(min=0)).expand(batch_size, -1).clone())
-    return sdpa_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        mask_function,
-        attention_mask,
-        local_size,
-        allow_is_causal_skip,
-        allow_is_bidirectional_skip,
-        use_vmap=use_vmap,
-        device=device,
-        **others,
-    )
+    return sdpa_mask(batch_size, q_length, kv_length, **asked)
 
 
 def attention(
@@ -317,13 +291,8 @@ def attention(
         return output, None
     position_bias = others.get("position_bias")
     # The package supports no mask, only 16 bits, and as many queries as keys (not so in generation).
-    if (
-        kernel == "flash_attn"
-        and attention_mask is None
-        and position_bias is None
-        and value.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[2] == key.shape[2]
-    ):
+    fits = value.dtype in (torch.float16, torch.bfloat16) and query.shape[2] == key.shape[2]
+    if kernel == "flash_attn" and attention_mask is None and position_bias is None and fits:
         from flash_attn import flash_attn_func
 
         causal = others.get("is_causal")
@@ -352,21 +321,19 @@ def _check_call(
     efficient: bool,
 ) -> None:
     """Check what the configuration does not show. ``efficient``: whether the memory-efficient kernel computes this."""
-    if query.shape[-1] != value.shape[-1]:
-        raise _refusal(
-            type(module).__name__, f"the heads of query and value differ: {query.shape[-1]}, {value.shape[-1]}"
-        )
-    size, width = value.shape[-1], value.element_size()
+    name, size, width = type(module).__name__, value.shape[-1], value.element_size()
+    if query.shape[-1] != size:
+        raise _refusal(name, f"the heads of query and value differ: {query.shape[-1]}, {size}")
     step = 16 // width  # this kernel reads rows of a multiple of 16 bytes (``check_head_dim_size_mem_efficient``)
     if efficient and size % step:
         why = f"batches with a mask take the memory-efficient kernel, whose heads are a multiple of {step} values"
-        raise _refusal(type(module).__name__, f"{why} in {width * 8} bits, but these have {size}")
+        raise _refusal(name, f"{why} in {width * 8} bits, but these have {size}")
     if query.device.type != "cpu":
         return
     if dropout:
-        raise _refusal(type(module).__name__, "the flash kernel of a CPU has no dropout", "--dropout 0, or ")
+        raise _refusal(name, "the flash kernel of a CPU has no dropout", "--dropout 0, or ")
     if any(tensor is not None and tensor.requires_grad for tensor in (mask, position_bias)):
-        raise _refusal(type(module).__name__, "the flash kernel of a CPU cannot train a bias of the scores")
+        raise _refusal(name, "the flash kernel of a CPU cannot train a bias of the scores")
 
 
 for _kernel, _name in NAMES.items():

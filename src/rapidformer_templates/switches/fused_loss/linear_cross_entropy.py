@@ -5,9 +5,9 @@ Models may apply functions to each logit before the loss. Their derivatives are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -44,64 +44,44 @@ def saved_bytes(rows: int, vocabulary: int, *, half: bool, device: str = "accele
     return max(0, (rows - rows_at_once(rows, vocabulary, device)) * vocabulary * (10 if half else 8))
 
 
-class Pointwise(Protocol):
-    """A function of single logits."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the values for a chunk of logits of shape (rows, vocabulary)."""
-
-    def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the gradient by the inputs, given the gradient by the values ``y``."""
+Function = Callable[[torch.Tensor], torch.Tensor]
+Slope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Cast:
-    """Conversion to another number format, such as ``logits.float()``."""
+class Pointwise:
+    """A function of single logits.
 
-    dtype: torch.dtype
+    Attributes:
+        values: returns the values for a chunk of logits of shape (rows, vocabulary).
+        slope: returns the gradient by the inputs, given the gradient by the values and the values.
+        dtype: the type that it converts to, if that is what it does.
+        constant: what it adds for each word, if that is what it does, of shape (1, vocabulary).
+    """
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.dtype)
-
-    def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return gradient  # it takes the type of the product that uses it
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Multiplication by a number."""
-
-    factor: float
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor
-
-    def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return gradient * self.factor
+    values: Function
+    slope: Slope
+    dtype: torch.dtype | None = None
+    constant: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Shift:
-    """Addition of a constant for each word, of shape (1, vocabulary)."""
-
-    constant: torch.Tensor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.constant.to(x.device)
-
-    def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return gradient
+def cast(dtype: torch.dtype) -> Pointwise:
+    """Convert to another number format, like ``logits.float()``. The gradient takes the type of the next product."""
+    return Pointwise(lambda x: x.to(dtype), lambda gradient, y: gradient, dtype=dtype)
 
 
-@dataclass(frozen=True)
-class Tanh:
-    """Hyperbolic tangent. Some models use it to cap their logits."""
+def scale(factor: float) -> Pointwise:
+    """Multiply by a number."""
+    return Pointwise(lambda x: x * factor, lambda gradient, y: gradient * factor)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x.tanh()
 
-    def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return gradient * (1 - y * y)
+def shift(constant: torch.Tensor) -> Pointwise:
+    """Add a constant for each word, of shape (1, vocabulary)."""
+    return Pointwise(lambda x: x + constant.to(x.device), lambda gradient, y: gradient, constant=constant)
+
+
+TANH = Pointwise(torch.tanh, lambda gradient, y: gradient * (1 - y * y))
+"""Hyperbolic tangent. Some models use it to cap their logits."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +100,12 @@ class LossRecipe:
 
     def of_words(self, begin: int, end: int) -> LossRecipe:
         """Return the recipe for some words, with the constants of these words."""
-        steps = (Shift(s.constant[:, begin:end]) if isinstance(s, Shift) else s for s in self.pointwise)
+        steps = (s if s.constant is None else shift(s.constant[:, begin:end]) for s in self.pointwise)
         return replace(self, pointwise=tuple(steps))
 
     def kind(self, product: torch.dtype) -> torch.dtype:
         """Return the type of the logits, given the type of the product."""
-        casts = [step.dtype for step in self.pointwise if isinstance(step, Cast)]
+        casts = [step.dtype for step in self.pointwise if step.dtype is not None]
         return casts[-1] if casts else product
 
     def loss_and_slope(
@@ -134,7 +114,7 @@ class LossRecipe:
         """Return (sum of the losses of a chunk, its gradient by the logits)."""
         values = [logits]
         for function in self.pointwise:
-            values.append(function(values[-1]))
+            values.append(function.values(values[-1]))
         losses, slope = losses_and_slope(values[-1], target, words, self.ignored, self.smoothing)
         for function, value in zip(reversed(self.pointwise), reversed(values[1:]), strict=True):
             slope = function.slope(slope, value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, NoReturn, cast
@@ -24,15 +24,8 @@ from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.contract import Probe, Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models import divided_tensor
-from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
-    Cast,
-    LossRecipe,
-    Pointwise,
-    Scale,
-    Shift,
-    Tanh,
-    linear_cross_entropy,
-)
+from rapidformer_templates.switches.fused_loss import linear_cross_entropy as fused
+from rapidformer_templates.switches.fused_loss.linear_cross_entropy import LossRecipe, Pointwise
 
 SWITCH_FLAG = "--fused-linear-cross-entropy"
 
@@ -53,11 +46,9 @@ def fuse_loss(assembly: Assembly, building: Building[object]) -> None:
     head = find() if callable(find) else None
     if type(head) is not nn.Linear:
         what = "none" if head is None else f"a {type(head).__name__}"
-        raise ModelError(
-            f"the fused loss needs a torch.nn.Linear that scores the words, and {type(model).__name__} has {what}",
-            where=SWITCH_FLAG,
-            hint=f"leave {SWITCH_FLAG} out; in your own model, let get_output_embeddings() return that layer",
-        )
+        message = f"the fused loss needs a torch.nn.Linear that scores the words, and {type(model).__name__} has {what}"
+        hint = f"leave {SWITCH_FLAG} out; in your own model, let get_output_embeddings() return that layer"
+        raise ModelError(message, where=SWITCH_FLAG, hint=hint)
     head.__class__ = FusedHead
     assert isinstance(head, FusedHead)
     on_gpu = building.workers.device.type == "cuda"
@@ -104,7 +95,7 @@ class FusedHead(divided_tensor.LossHead):
         if target is None or recipe is None:
             return super().forward(hidden)
         self.rows, self.columns = max(self.rows, len(target)), len(self.weight)
-        casts_only = all(isinstance(step, Cast) for step in recipe.pointwise)
+        casts_only = all(step.dtype is not None for step in recipe.pointwise)
         if self.kernel == "liger" and casts_only and words is None and hidden.dtype != torch.float64:
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -117,12 +108,7 @@ class FusedHead(divided_tensor.LossHead):
             )
             return cast(torch.Tensor, loss(self.weight, hidden, target, self.bias))
         self.used.add("torch")
-        return linear_cross_entropy(hidden, self.weight, self.bias, target, recipe, words)
-
-
-def head_of(model: nn.Module) -> FusedHead | None:
-    """Return the fused head of a model, or None."""
-    return next((module for module in model.modules() if isinstance(module, FusedHead)), None)
+        return fused.linear_cross_entropy(hidden, self.weight, self.bias, target, recipe, words)
 
 
 class WidestRows(TorchDispatchMode):
@@ -157,7 +143,7 @@ class LogitsInMemory(Receipt):
     """
 
     def before_step(self, probe: Probe) -> dict[str, object]:
-        head = head_of(probe.engine.model)
+        head = next((module for module in probe.engine.model.modules() if isinstance(module, FusedHead)), None)
         if head is None:
             return {}
         # Not compiled: code that meets this mode under the compiler is never compiled again.
@@ -279,7 +265,7 @@ class Logits(tuple[object, ...]):
 
     def to(self, kind: torch.dtype | torch.device | str) -> Logits:
         if isinstance(kind, torch.dtype):
-            return self._then(Cast(kind), kind)
+            return self._then(fused.cast(kind), kind)
         if torch.device(kind).type != self.device.type:
             _refuse(f"moving them to {kind}")
         return self
@@ -288,15 +274,15 @@ class Logits(tuple[object, ...]):
         return self.to(torch.float32)
 
     def tanh(self) -> Logits:
-        return self._then(Tanh())
+        return self._then(fused.TANH)
 
     def __mul__(self, factor: Any) -> Logits:
-        return self._then(Scale(float(factor)))
+        return self._then(fused.scale(float(factor)))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> Logits:
-        return self._then(Scale(1.0 / float(divisor)))
+        return self._then(fused.scale(1.0 / float(divisor)))
 
     def __add__(self, constant: object) -> Logits:
         if (
@@ -306,7 +292,7 @@ class Logits(tuple[object, ...]):
             or math.prod(constant.shape[:-1]) != 1
         ):
             _refuse("a sum with anything but a constant for each word")
-        return self._then(Shift(constant.reshape(1, -1).to(self.dtype)))
+        return self._then(fused.shift(constant.reshape(1, -1).to(self.dtype)))
 
     # The loss.
 
@@ -347,13 +333,7 @@ class Logits(tuple[object, ...]):
         return self._of_rows(row).cross_entropy(row.new_full((len(row),), -100, dtype=torch.long), reduction="sum")
 
     @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> torch.Tensor | Logits:
+    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if function is F.cross_entropy and isinstance(args[0], cls):
             return args[0].cross_entropy(*args[1:], **(kwargs or {}))
         if function is torch.tanh:
@@ -367,11 +347,9 @@ class Logits(tuple[object, ...]):
 
 
 def _refuse(what: str) -> NoReturn:
-    raise ModelError(
-        f"something asks the logits of a training step for {what}, and there are none",
-        where=SWITCH_FLAG,
-        hint=f"take the loss from torch's cross_entropy of whole rows of logits, or leave {SWITCH_FLAG} out",
-    )
+    message = f"something asks the logits of a training step for {what}, and there are none"
+    hint = f"take the loss from torch's cross_entropy of whole rows of logits, or leave {SWITCH_FLAG} out"
+    raise ModelError(message, where=SWITCH_FLAG, hint=hint)
 
 
 OPERATORS = ("sub", "rsub", "neg", "pow", "matmul", "radd", "rtruediv", "eq", "ne", "lt", "le", "gt", "ge", "contains")

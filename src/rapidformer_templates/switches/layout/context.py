@@ -8,8 +8,9 @@ no effect on the first thousand positions (the temperature of llama4), so layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,11 @@ def divide_context(assembly: Assembly, building: Building[object]) -> None:
     losses = assembly.losses
     called = part if losses is None else model  # a mixture's losses read the batch of the outer model
     trial = DivisionTrial(part, called, blocks, workers) if building.has_values else None
-    peers = Peers(group_of(workers), workers.context, workers.context_rank)
+    span = workers.context * workers.tensor  # neighbours with the same tensor rank share sequences
+    firsts = [block + tensor for block in range(0, workers.world, span) for tensor in range(workers.tensor)]
+    group, _ = dist.new_subgroups_by_enumeration([[*range(first, first + span, workers.tensor)] for first in firsts])
+    assert group is not None
+    peers = Peers(group, workers.context, workers.context_rank)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     # All-to-all divides the heads of each worker. A ring works with any number of them.
     heads: int | None = getattr(part.config.get_text_config(), "num_attention_heads", None)
@@ -73,15 +78,6 @@ def divide_context(assembly: Assembly, building: Building[object]) -> None:
     assembly.record(shards)
     if trial is not None:
         trial.check(shards)
-
-
-def group_of(workers: Workers) -> dist.ProcessGroup:
-    """Return the process group of the workers that share sequences with this one. Call it on every worker."""
-    span = workers.context * workers.tensor
-    firsts = [block + tensor for block in range(0, workers.world, span) for tensor in range(workers.tensor)]
-    group, _ = dist.new_subgroups_by_enumeration([[*range(first, first + span, workers.tensor)] for first in firsts])
-    assert group is not None
-    return group
 
 
 def _refusal(model: nn.Module, why: str, hint: str = "leave it out for this model") -> ModelError:
@@ -105,10 +101,7 @@ class DivisionTrial:
     def __init__(
         self, model: PreTrainedModel, outer: nn.Module, blocks: Sequence[Sequence[nn.Module]], workers: Workers
     ) -> None:
-        self.model = model
-        self.outer = outer
-        self.blocks = blocks
-        self.workers = workers
+        self.model, self.outer, self.blocks, self.workers = model, outer, blocks, workers
         self.length = 4 * workers.context + 1
         self.why = ""
         self.undivided: torch.Tensor | None = None
@@ -136,12 +129,9 @@ class DivisionTrial:
         if any(reasons):
             raise _refusal(self.model, next(filter(None, reasons)), OTHER_WAYS)
         if not all(difference < ALIKE for difference in differences):
-            raise _refusal(
-                self.model,
-                "mixes the positions of a sequence without attention, or counts them in its layers "
-                f"(divided, its hidden states differ by {max(differences):.1e})",
-                OTHER_WAYS,
-            )
+            why = "mixes the positions of a sequence without attention, or counts them in its layers"
+            how = f"(divided, its hidden states differ by {max(differences):.1e})"
+            raise _refusal(self.model, f"{why} {how}", OTHER_WAYS)
         if any(counts):
             raise _refusal(self.model, "counts the positions of a sequence in its layers", OTHER_WAYS)
 
@@ -158,17 +148,16 @@ class DivisionTrial:
             if self.workers.pipeline > 1 and block is self.blocks[-1][-1]:
                 raise LeaveStage(ends[-1])
 
-        hooks = [blocks[-1].register_forward_hook(end) for blocks in self.blocks]
-        if self.workers.pipeline > 1:
-            first = self.blocks[0][0]
-            hooks.append(first.register_forward_pre_hook(_replace_by_noise, with_kwargs=True, prepend=True))
-        try:
-            with in_evaluation(self.outer), suppress(LeaveStage):
-                # A model for multiple choice takes the two rows as the choices of one question.
-                self.outer(input_ids=ids[None] if type(self.model).__name__.endswith("MultipleChoice") else ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, in_evaluation(self.outer), suppress(LeaveStage):
+            for blocks in self.blocks:
+                hooks.callback(blocks[-1].register_forward_hook(end).remove)
+            if self.workers.pipeline > 1:
+                pre_hook = self.blocks[0][0].register_forward_pre_hook(
+                    _replace_by_noise, with_kwargs=True, prepend=True
+                )
+                hooks.callback(pre_hook.remove)
+            # A model for multiple choice takes the two rows as the choices of one question.
+            self.outer(input_ids=ids[None] if type(self.model).__name__.endswith("MultipleChoice") else ids)
         return ends[-1]
 
 
@@ -194,13 +183,7 @@ class _TokenCount(TorchFunctionMode):
         self.shards = shards
         self.found = False
 
-    def __torch_function__(
-        self,
-        function: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         result = function(*args, **(kwargs or {}))
         if function is torch.arange and self.shards.length is not None and self.shards.shard_sizes:
             self.found |= isinstance(result, torch.Tensor) and len(result) == self.shards.shard_sizes[0]

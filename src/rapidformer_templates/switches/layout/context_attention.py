@@ -16,7 +16,7 @@ backward passes keys and values around the ring again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,16 +66,12 @@ def check_attention(model: PreTrainedModel) -> None:
         ModelError: the implementation of the attention cannot be replaced.
     """
     name = _attention_name(model)
-    chosen = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    fixed = [
-        type(part).__name__ for part in chosen if not (part._supports_sdpa and part._can_set_attn_implementation())
-    ]
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    fixed = [type(part).__name__ for part in parts if not (part._supports_sdpa and part._can_set_attn_implementation())]
     if fixed or "flash" in name or name not in ALL_ATTENTION_FUNCTIONS or name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        raise ModelError(
-            f"the attention of {fixed[0] if fixed else type(model).__name__} cannot be divided",
-            where="--context-parallel-size",
-            hint=OTHER_WAYS if fixed else "build the model with sdpa attention (attn_implementation)",
-        )
+        message = f"the attention of {fixed[0] if fixed else type(model).__name__} cannot be divided"
+        hint = OTHER_WAYS if fixed else "build the model with sdpa attention (attn_implementation)"
+        raise ModelError(message, where="--context-parallel-size", hint=hint)
 
 
 def attention(
@@ -114,11 +110,9 @@ def attention(
     peers, length = shards.peers, shards.length
     repeats = repeats_of(query.shape[HEADS], key.shape[HEADS], peers.size)
     if not repeats:
-        raise ModelError(
-            f"{query.shape[HEADS]} attention heads of a worker cannot be divided among {peers.size}",
-            where="--context-parallel-kind all-to-all",
-            hint="use a ring, or a size that divides the heads",
-        )
+        message = f"{query.shape[HEADS]} attention heads of a worker cannot be divided among {peers.size}"
+        hint = "use a ring, or a size that divides the heads"
+        raise ModelError(message, where="--context-parallel-kind all-to-all", hint=hint)
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, HEADS) for x in (key, value))
     whole = [all_to_all(x, peers, split_dim=HEADS, concat_dim=TOKENS)[:, :, :length] for x in (query, key, value)]
@@ -148,11 +142,9 @@ def _attend_in_ring(
     if mask is not None and mask.ndim != 4:
         unsupported.append("borders of packed documents")
     if unsupported:
-        raise ModelError(
-            f"{type(module).__name__} asks for {', '.join(unsupported)}, which ring attention does not support",
-            where="--context-parallel-kind ring",
-            hint="use all-to-all, with a size that divides the heads; for dropout, --dropout 0",
-        )
+        message = f"{type(module).__name__} asks for {', '.join(unsupported)}, which ring attention does not support"
+        hint = "use all-to-all, with a size that divides the heads; for dropout, --dropout 0"
+        raise ModelError(message, where="--context-parallel-kind ring", hint=hint)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     assert shards.length is not None
     visible = AttentionMask(
@@ -266,7 +258,7 @@ class _Ring(torch.autograd.Function):
         of_query = torch.zeros_like(groups, dtype=wide)
         travelling = (key, value, torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide))
         with torch.autocast(query.device.type, enabled=False):
-            for source, (keys, values, of_keys, of_values) in _rotate(peers, travelling, home=True):
+            for source, (keys, values, of_keys, of_values) in _rotate(peers, travelling):
                 for block in _blocks(groups, attention_mask, peers.rank, source):
                     queries, block_keys = block.queries, block.keys
                     shares = (block.scores(groups, keys, wide) - sums[..., queries, None]).exp()
@@ -276,13 +268,8 @@ class _Ring(torch.autograd.Function):
                     of_query[..., queries, :] += slope @ keys[:, :, None, block_keys]
                     of_keys[..., block_keys, :] += (slope.mT @ groups[..., queries, :]).sum(2)
                     of_values[..., block_keys, :] += (shares.to(values.dtype).mT @ outgoing).sum(2)
-        return (
-            of_query.flatten(1, 2).to(query.dtype),
-            travelling[2].to(key.dtype),
-            travelling[3].to(value.dtype),
-            None,
-            None,
-        )
+        of_key, of_value = travelling[2].to(key.dtype), travelling[3].to(value.dtype)
+        return of_query.flatten(1, 2).to(query.dtype), of_key, of_value, None, None
 
 
 def _by_keys(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -342,48 +329,32 @@ def _mask(
     return row[:, None] >= column[None]
 
 
-def _rotate(
-    peers: Peers, tensors: Sequence[torch.Tensor], *, home: bool = False
-) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+def _rotate(peers: Peers, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
     """Pass tensors around the ring. Yield (owner, its tensors), starting with this worker's own.
 
-    Args:
-        home: whether the tensors after the first two travel with them. They collect sums and return to their owner.
+    The tensors after the first two travel with them, collect sums and return to their owner.
     """
     current = [tensor.contiguous() for tensor in tensors]
     for step in range(peers.size):
-        last = step == peers.size - 1
-        forwarded = [] if last else _send_to_next(peers, current[:2])
+        is_last = step == peers.size - 1
+        forwarded = [] if is_last else [_send_to_next(peers, tensor) for tensor in current[:2]]
         yield (peers.rank - step) % peers.size, current
-        returned = _send_to_next(peers, current[2:]) if home else []
-        current = (
-            [_wait_for(work) for work in forwarded]
-            + ([] if not last else current[:2])
-            + [_wait_for(work) for work in returned]
-        )
-    if home:
-        tensors[2].copy_(current[2])
-        tensors[3].copy_(current[3])
+        returned = [_send_to_next(peers, tensor) for tensor in current[2:]]
+        current = [*(current[:2] if is_last else [wait() for wait in forwarded]), *(wait() for wait in returned)]
+    for tensor, collected in zip(tensors[2:], current[2:], strict=True):
+        tensor.copy_(collected)
 
 
-def _send_to_next(
-    peers: Peers, tensors: Sequence[torch.Tensor]
-) -> list[tuple[list[dist.Work], torch.Tensor, torch.Tensor]]:
-    """Start to send tensors to the next worker, and to receive the same tensors from the previous one."""
+def _send_to_next(peers: Peers, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start to send a tensor to the next worker. Return a function that waits for that of the previous worker."""
     to, origin = (dist.get_global_rank(peers.group, (peers.rank + by) % peers.size) for by in (1, -1))
-    transfers = []
-    for tensor in tensors:
-        incoming = torch.empty_like(tensor)
-        operations = [
-            dist.P2POp(dist.isend, tensor, to, group=peers.group),
-            dist.P2POp(dist.irecv, incoming, origin, group=peers.group),
-        ]
-        transfers.append((dist.batch_isend_irecv(operations), incoming, tensor))
-    return transfers
+    incoming = torch.empty_like(tensor)
+    operations = [(dist.isend, tensor, to), (dist.irecv, incoming, origin)]
+    works = dist.batch_isend_irecv([dist.P2POp(*operation, group=peers.group) for operation in operations])
 
+    def wait(sent: torch.Tensor = tensor) -> torch.Tensor:  # what is sent must stay alive until then
+        for work in works:
+            work.wait()
+        return incoming
 
-def _wait_for(transfer: tuple[list[dist.Work], torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    works, incoming, _ = transfer
-    for work in works:
-        work.wait()
-    return incoming
+    return wait

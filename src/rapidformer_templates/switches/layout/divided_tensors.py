@@ -37,14 +37,12 @@ class DividedLogits(divided_tensor.DividedTensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, peers: Peers, vocabulary: int) -> DividedLogits:
+        """``local`` has the shape (…, this worker's tokens). ``vocabulary`` is the number of all tokens."""
         shape = (*local.shape[:-1], vocabulary)
         self: DividedLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         self.local = local
         self.peers = peers
         return self
-
-    def __init__(self, local: torch.Tensor, peers: Peers, vocabulary: int) -> None:
-        """``local`` has the shape (…, this worker's tokens). ``vocabulary`` is the number of all tokens."""
 
     def whole(self) -> torch.Tensor:
         """Gather the logits of all tokens into a plain tensor. Call it on every worker of the group."""
@@ -123,11 +121,8 @@ def check_inside(inside: torch.Tensor, vocabulary: int, what: str) -> None:
     except RuntimeError as error:
         if message not in str(error):
             raise
-        raise DataError(
-            message,
-            where="the divided vocabulary (--tensor-model-parallel-size)",
-            hint="use the model's own tokenizer; its ids go from 0 to the vocabulary size, without it",
-        ) from None
+        hint = "use the model's own tokenizer; its ids go from 0 to the vocabulary size, without it"
+        raise DataError(message, where="the divided vocabulary (--tensor-model-parallel-size)", hint=hint) from None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -173,13 +168,11 @@ class DividedRows(divided_tensor.DividedTensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, rows: Sequence[int], places: Places, peers: Peers) -> DividedRows:
+        """``rows`` is the shape of the whole tensor without its last dimension."""
         shape = (*rows, local.shape[-1])
         self: DividedRows = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         self.local, self.places, self.peers = local, places, peers
         return self
-
-    def __init__(self, local: torch.Tensor, rows: Sequence[int], places: Places, peers: Peers) -> None:
-        """``rows`` is the shape of the whole tensor without its last dimension."""
 
     @property
     def rows(self) -> tuple[int, ...]:

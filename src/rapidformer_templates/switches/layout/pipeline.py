@@ -151,11 +151,8 @@ class PipelineCut:
         first_names = {id(tensor): name for name, tensor in named_tensors(self.assembly).items()}
         ranks: dict[str, set[int]] = defaultdict(set)
         parts: dict[str, set[int | None]] = defaultdict(set)
-        tensors = (  # under all of their names
-            *self.model.named_parameters(remove_duplicate=False),
-            *self.model.named_buffers(remove_duplicate=False),
-        )
-        for wrapped_name, tensor in tensors:
+        parameters, buffers = self.model.named_parameters, self.model.named_buffers
+        for wrapped_name, tensor in (*parameters(remove_duplicate=False), *buffers(remove_duplicate=False)):
             name = canonical_name(wrapped_name)
             whole = first_names.get(id(tensor))
             if whole is not None:
@@ -167,7 +164,8 @@ class PipelineCut:
         absent = {name for name in (*self.module_ranks, *self.blocks) if rank not in self._ranks_of(name, stage_of)}
         for name in absent:
             if absent.isdisjoint(_ancestors(name)):  # otherwise it goes with its parent
-                put(self.model, name, self._placeholder(name))
+                block, shape = self.blocks.get(name), self.flow.absent.get(name, OutputShape())
+                put(self.model, name, AbsentModule(shape) if block is None else SkippedBlock(self.flow.form, block))
         remaining = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.assembly).items()}
         return Placement(
             names={name: whole for name, whole in remaining.items() if name != whole},
@@ -182,11 +180,6 @@ class PipelineCut:
             blocks_in_all=len(self.blocks),
             form=self.flow.form,
         )
-
-    def _placeholder(self, name: str) -> nn.Module:
-        if name in self.blocks:
-            return SkippedBlock(self.flow.form, self.blocks[name])
-        return AbsentModule(self.flow.absent.get(name, OutputShape()))
 
     def _ranks_of(self, name: str, stage_of: dict[str, int]) -> frozenset[int]:
         """Return the pipeline ranks that have a module or tensor."""

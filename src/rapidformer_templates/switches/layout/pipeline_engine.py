@@ -102,10 +102,9 @@ class Links:
             header = [DTYPES.index(hidden.dtype), hidden.ndim, *lengths]
             self._send(torch.tensor(header, device=hidden.device), stage, 1)
         elif expected != form:
-            raise RapidformerError(
-                f"stage {stage} returned {form} for a batch that gave {expected} before",
-                hint="under a pipeline the hidden state's shape must follow from the batch's shapes",
-            )
+            message = f"stage {stage} returned {form} for a batch that gave {expected} before"
+            hint = "under a pipeline the hidden state's shape must follow from the batch's shapes"
+            raise RapidformerError(message, hint=hint)
         self._send(hidden, stage, 1)
 
     def receive_forward(self, stage: int, key: Hashable) -> PendingRecv:

@@ -9,7 +9,7 @@ torch's schedule where torch has one.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -53,15 +53,9 @@ def compute_schedule(workers: int, rank: int, per_worker: int, microbatches: int
         microbatches: number of micro batches in the step.
     """
     rounds = list(_rounds(workers, microbatches))
-    forwards = [
-        Action(Kind.FORWARD, local * workers + rank, m) for part in rounds for local in range(per_worker) for m in part
-    ]
-    backwards = [
-        Action(Kind.BACKWARD, local * workers + rank, m)
-        for part in rounds
-        for local in reversed(range(per_worker))
-        for m in part
-    ]
+    stages = range(rank, workers * per_worker, workers)
+    forwards = [Action(Kind.FORWARD, stage, m) for part in rounds for stage in stages for m in part]
+    backwards = [Action(Kind.BACKWARD, stage, m) for part in rounds for stage in reversed(stages) for m in part]
     # Run the forwards that are needed before the first backward can arrive. Interleaved workers run twice as far ahead,
     # so that transfers overlap with a forward or a backward.
     ahead = workers - 1 - rank
@@ -97,30 +91,26 @@ def with_transfers(workers: int, per_worker: int, microbatches: int) -> tuple[tu
     sequences: list[list[Action]] = [[] for _ in range(workers)]
     completed: set[Action] = set()
     last = workers * per_worker - 1
+
+    def is_ready(action: Action) -> bool:
+        kind, stage, microbatch = action
+        if kind is Kind.FORWARD:
+            return stage == 0 or Action(kind, stage - 1, microbatch) in completed
+        before = Action(kind, stage + 1, microbatch) if stage < last else Action(Kind.FORWARD, stage, microbatch)
+        return before in completed
+
     while any(pending):
-        ready = [rank for rank in range(workers) if pending[rank] and _needs(pending[rank][0], last) <= completed]
+        ready = [rank for rank in range(workers) if pending[rank] and is_ready(pending[rank][0])]
         assert ready, "a schedule that waits for itself"
         for rank in ready:
             action = pending[rank].pop(0)
             sequences[rank].append(action)
             completed.add(action)
-            for send, receive in _transfer(action, last):
-                sequences[rank].append(send)
-                sequences[receive.stage % workers].append(receive)
+            kind, stage, microbatch = action
+            if kind is Kind.FORWARD and stage < last:
+                sequences[rank].append(Action(Kind.SEND_FORWARD, stage, microbatch))
+                sequences[(stage + 1) % workers].append(Action(Kind.RECEIVE_FORWARD, stage + 1, microbatch))
+            elif kind is Kind.BACKWARD and stage > 0:
+                sequences[rank].append(Action(Kind.SEND_BACKWARD, stage, microbatch))
+                sequences[(stage - 1) % workers].append(Action(Kind.RECEIVE_BACKWARD, stage - 1, microbatch))
     return tuple(map(tuple, sequences))
-
-
-def _needs(action: Action, last: int) -> set[Action]:
-    """Return the actions that must be done before, on any worker."""
-    kind, stage, microbatch = action
-    if kind is Kind.FORWARD:
-        return {Action(kind, stage - 1, microbatch)} if stage else set()
-    return {Action(kind, stage + 1, microbatch) if stage < last else Action(Kind.FORWARD, stage, microbatch)}
-
-
-def _transfer(action: Action, last: int) -> Iterator[Sequence[Action]]:
-    kind, stage, microbatch = action
-    if kind is Kind.FORWARD and stage < last:
-        yield Action(Kind.SEND_FORWARD, stage, microbatch), Action(Kind.RECEIVE_FORWARD, stage + 1, microbatch)
-    elif kind is Kind.BACKWARD and stage > 0:
-        yield Action(Kind.SEND_BACKWARD, stage, microbatch), Action(Kind.RECEIVE_BACKWARD, stage - 1, microbatch)

@@ -129,12 +129,9 @@ class TokenIntervals:
 
     def of(self, rank: int) -> list[tuple[int, tuple[int, int]]]:
         """Return the intervals of a worker: each offset in the worker's part, and (begin, end) in the sequence."""
-        numbers = (rank, 2 * self.workers - 1 - rank) if self.folded else (rank,)
-        bounds = (range(number * self.step, (number + 1) * self.step) for number in numbers)
-        return [
-            (place * self.step, (min(bound.start, self.length), min(bound.stop, self.length)))
-            for place, bound in enumerate(bounds)
-        ]
+        numbers, step = (rank, 2 * self.workers - 1 - rank) if self.folded else (rank,), self.step
+        bounds = ((min(n * step, self.length), min((n + 1) * step, self.length)) for n in numbers)
+        return [(place * step, bound) for place, bound in enumerate(bounds)]
 
     @property
     def positions(self) -> list[int]:
@@ -320,11 +317,11 @@ class ContextSequenceShards(SequenceShards):
         return self.shard(hidden, DIM)
 
     def arguments(self, arguments: dict[str, object], length: int) -> dict[str, object]:
-        sliced = {
-            name: tree_map_only(torch.Tensor, partial(self._slice_once, dim=dim, length=length), arguments[name])
-            for name, dim in POSITIONS.items()
-            if name in arguments
-        }
+        sliced = {}
+        for name, dim in POSITIONS.items():
+            if name in arguments:
+                shard = partial(self._slice_once, dim=dim, length=length)
+                sliced[name] = tree_map_only(torch.Tensor, shard, arguments[name])
         return super().arguments({**arguments, **sliced}, length)
 
     def unite(self, shard: torch.Tensor, length: int, *, ends: bool) -> torch.Tensor:

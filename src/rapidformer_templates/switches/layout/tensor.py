@@ -144,7 +144,7 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
         kind = tensor_layers.AroundColumns if plan.is_user_plan else tensor_layers.Region
         region.forward = kind(region, region.forward, regions)
     if regions.shards is not None:
-        for name in _undivided_modules(plan):
+        for name in plan.undivided:
             modules[name].forward = OnWholeSequence(modules[name].forward, regions.shards)
     return head
 
@@ -166,25 +166,14 @@ def _install_layers(modules: dict[str, nn.Module], plan: TensorPlan, regions: Re
     return head
 
 
-def _undivided_modules(plan: TensorPlan) -> list[str]:
-    """Return the names of the modules in blocks whose layers have whole inputs and outputs."""
-    return plan.parents(frozenset({tensor_styles.GATHERED_COLUMN, tensor_styles.EXPERTS}))
-
-
 def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Module) -> None:
     """Check that the plan covers every parameter in a region. Others would get a partial gradient on each worker."""
-    inside = [f"{name}.{key}" for key, _ in region.named_parameters()]
-    others = [
-        p
-        for p in inside
-        if p not in plan.divisions and p not in plan.partial and p.rpartition(".")[0] not in plan.styles
-    ]
+    covered, inside = plan.divisions.keys() | plan.partial, [f"{name}.{key}" for key, _ in region.named_parameters()]
+    others = [p for p in inside if p not in covered and p.rpartition(".")[0] not in plan.styles]
     if others:
-        raise ModelError(
-            f"the tensor plan divides layers of {name} but does not mention {', '.join(others[:4])} among them",
-            where=type(model).__name__,
-            hint="give each parameter next to column-parallel layers a style",
-        )
+        message = f"the tensor plan divides layers of {name} but does not mention {', '.join(others[:4])} among them"
+        hint = "give each parameter next to column-parallel layers a style"
+        raise ModelError(message, where=type(model).__name__, hint=hint)
 
 
 def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequence[nn.Module]]) -> frozenset[str]:
@@ -194,17 +183,14 @@ def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequ
         ModelError: one of them is a matrix. Parts of a block that are not divided must process each token separately,
             as norms and biases do. Attention without a plan does not.
     """
-    whole = {id(p) for name in _undivided_modules(plan) for p in model.get_submodule(name).parameters()}
+    whole = {id(p) for name in plan.undivided for p in model.get_submodule(name).parameters()}
     inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
     named = dict(model.named_parameters(remove_duplicate=False))
     partial = {name for name, p in named.items() if id(p) in inside and name not in plan.divisions}
     matrices = sorted(n for n in partial if named[n].ndim > 1 and n.rpartition(".")[0] not in plan.adapted)
     if matrices:
-        raise ModelError(
-            f"the tensor plan leaves {', '.join(matrices[:3])} whole, which may need the whole sequence",
-            where="--sequence-parallel",
-            hint="leave out --sequence-parallel for this model",
-        )
+        message = f"the tensor plan leaves {', '.join(matrices[:3])} whole, which may need the whole sequence"
+        raise ModelError(message, where="--sequence-parallel", hint="leave out --sequence-parallel for this model")
     return frozenset(partial)
 
 

@@ -229,13 +229,9 @@ class GatheredColumn(Divided):
         self.features = module.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return collectives.gather(
-            self.forward(collectives.copy_to_region(x, self.regions.peers)),
-            self.regions.peers,
-            -1,
-            self.features,
-            partial=False,
-        )
+        peers = self.regions.peers
+        columns = self.forward(collectives.copy_to_region(x, peers))
+        return collectives.gather(columns, peers, -1, self.features, partial=False)
 
 
 class VocabularyEmbedding(Divided):

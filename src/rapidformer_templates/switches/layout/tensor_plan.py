@@ -58,9 +58,11 @@ class TensorPlan:
     is_user_plan: bool = False
     adapted: Mapping[str, str] = field(default_factory=dict)
 
-    def parents(self, styles: frozenset[str]) -> list[str]:
-        """Return the names of the modules that contain a layer with one of these styles."""
-        layers = (self.adapted.get(name, name) for name, style in self.styles.items() if style in styles)
+    @property
+    def undivided(self) -> list[str]:
+        """The names of the modules in blocks whose layers have whole inputs and outputs."""
+        kinds = (tensor_styles.GATHERED_COLUMN, tensor_styles.EXPERTS)
+        layers = (self.adapted.get(name, name) for name, style in self.styles.items() if style in kinds)
         return sorted({layer.rpartition(".")[0] for layer in layers})
 
 
@@ -74,11 +76,8 @@ def tensor_plan_of(model: nn.Module) -> TensorPlan:
     styles, adapted = _with_adapter_styles(model, _styles_of(model))
     is_user_plan = bool(getattr(model, "tensor_plan", None))
     if is_user_plan and adapted:
-        raise ModelError(
-            "adapters of divided layers need a plan of the architecture, but the model brings its own tensor_plan",
-            where=_WHERE,
-            hint="leave out --lora-rank or --tensor-model-parallel-size",
-        )
+        message = "adapters of divided layers need a plan of the architecture, but the model brings its own tensor_plan"
+        raise ModelError(message, where=_WHERE, hint="leave out --lora-rank or --tensor-model-parallel-size")
     divisions: dict[int, Division] = {}
     partial: set[int] = set()
     for name, style in styles.items():
@@ -112,12 +111,9 @@ def check_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
     for key, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
         heads = getattr(settings, key, None)
         if isinstance(heads, int) and heads % size:
+            message = f"{heads} {words} cannot be divided over {size} workers"
             hint = f"choose a tensor size that divides {heads}"
-            raise ModelError(
-                f"{heads} {words} cannot be divided over {size} workers",
-                where="--tensor-model-parallel-size",
-                hint=hint,
-            )
+            raise ModelError(message, where="--tensor-model-parallel-size", hint=hint)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, division in plan.divisions.items():
         length = parameters[name].shape[division.dim]
@@ -144,11 +140,8 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
         raise _no_tensor_plan(model)
     unknown = sorted({style for style in patterns.values() if style not in tensor_styles.KNOWN})
     if unknown:
-        raise ModelError(
-            f"the tensor plan of {type(model).__name__} has styles that are not known here: {', '.join(unknown)}",
-            where=_WHERE,
-            hint=f"known are {', '.join(sorted(tensor_styles.KNOWN))}",
-        )
+        message = f"the tensor plan of {type(model).__name__} has styles that are not known here: {', '.join(unknown)}"
+        raise ModelError(message, where=_WHERE, hint=f"known are {', '.join(sorted(tensor_styles.KNOWN))}")
     # In a pattern, ``*`` is a number, and the name may have a prefix.
     escaped = {re.escape(pattern).replace(r"\*", r"\d+"): style for pattern, style in patterns.items()}
     expressions = [(re.compile(r"(.*\.)?" + pattern), style) for pattern, style in escaped.items()]
@@ -241,33 +234,29 @@ def _module_or_none(question: Callable[[], nn.Module | None]) -> nn.Module | Non
 
 def _divided_parameters(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Division | None]]:
     """Yield the parameters of a styled name, each with its division, or None if it is whole."""
-    if style == tensor_styles.REPLICATED:
-        return
     owner, _, key = name.rpartition(".")
     parameter = (model.get_submodule(owner) if owner else model)._parameters.get(key)
+    if style == tensor_styles.REPLICATED or (style == tensor_styles.EXPERTS and parameter is None):
+        return  # the plan lists the parameters of experts separately
+    is_whole = style == tensor_styles.PARTIAL
     if parameter is not None:
-        yield parameter, _division_of_parameter(name, parameter, style)
-        return
-    if style == tensor_styles.EXPERTS:  # a region: the plan lists its parameters separately
+        yield parameter, None if is_whole else _division_of_parameter(name, parameter, style)
         return
     module = model.get_submodule(name)
     for key, parameter in module._parameters.items():
         if parameter is not None:
-            yield parameter, _division_in_layer(name, module, key, style)
+            yield parameter, None if is_whole else _division_in_layer(name, module, key, style)
 
 
-def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Division | None:
+def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Division:
     """Return the division of a single parameter. Experts store (experts, output features, input features).
 
     Their adapters are (output, input) features, with several features for each expert.
     """
-    if style == tensor_styles.PARTIAL:
-        return None
-    if style in ("colwise", "packed_colwise") and parameter.ndim in (2, 3):
+    is_matrix = parameter.ndim in (2, 3)
+    if style in ("colwise", "packed_colwise") and is_matrix:
         return Division(parameter.ndim - 2, tensor_styles.PARTS.get(style, 1))
-    if style in tensor_styles.ROW and parameter.ndim in (2, 3):
-        return Division(parameter.ndim - 1)
-    if style == tensor_styles.EXPERTS_COLUMN:
+    if style == tensor_styles.EXPERTS_COLUMN or (style in tensor_styles.ROW and is_matrix):
         return Division(parameter.ndim - 1)
     if style == tensor_styles.EXPERTS_ROW:
         return Division(1)
@@ -277,16 +266,13 @@ def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Di
 
 
 def _division_in_layer(name: str, layer: nn.Module, key: str, style: str) -> Division | None:
-    if style == tensor_styles.PARTIAL:
-        return None
     if isinstance(layer, nn.Embedding) and style in (tensor_styles.EMBEDDING, "embedding_colwise"):
         return Division(0 if style == tensor_styles.EMBEDDING else 1)
     if isinstance(layer, (nn.Linear, Conv1D)):
         # Linear stores (output, input) features, Conv1D (input, output).
         output, input_ = (0, 1) if isinstance(layer, nn.Linear) else (1, 0)
-        divides_output = style in (*tensor_styles.COLUMN, tensor_styles.GATHERED_COLUMN, tensor_styles.VOCABULARY_HEAD)
         if style in (*tensor_styles.ROW, tensor_styles.SPLIT_ROW):
             return Division(input_) if key == "weight" else None
-        if divides_output:
+        if style in (*tensor_styles.COLUMN, tensor_styles.GATHERED_COLUMN, tensor_styles.VOCABULARY_HEAD):
             return Division(output if key == "weight" else 0, tensor_styles.PARTS.get(style, 1))
     raise ModelError(f"{name}, a {type(layer).__name__}, cannot be {style}", where=_WHERE, hint="use another plan")

@@ -7,8 +7,8 @@ any model and any hook, and costs little compared with a step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,20 +73,19 @@ def trace(
     with ExitStack() as stack, torch.enable_grad():
         stack.enter_context(torch.random.fork_rng())
         for name, module in model.named_modules():
-            if (
-                id(module) not in inside
-                and name not in around
-                and next(module.parameters(recurse=False), None) is not None
-            ):
+            is_outside = id(module) not in inside and name not in around
+            if is_outside and next(module.parameters(recurse=False), None) is not None:
                 stack.callback(module.register_forward_hook(recorder.outside(name)).remove)
         (_, first), *others = blocks.items()
         stack.callback(first.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True).remove)
         # Before transformers' own hooks, which may read the hidden states that the loss receives.
         stack.callback(first.register_forward_hook(recorder.leave_first, prepend=True).remove)
         stack.callback(model.register_forward_hook(recorder.fill).remove)
-        stack.enter_context(_without_new_hooks(model))
+        marks = [module for module in model.modules() if not getattr(module, _MARK, False)]
+        stack.callback(_remove_new_hooks, {m: list(m._forward_hooks) for m in model.modules()}, marks)
         stack.enter_context(replaced(model, {name: _SkippedForward(recorder, name, block) for name, block in others}))
-        stack.enter_context(_requiring_gradients(frozen))
+        for parameter in frozen:  # so that the graph shows where they are used
+            stack.callback(parameter.requires_grad_(True).requires_grad_, False)
         with checked_backwards(model.parameters, NO_DERIVATIVES):
             loss = compute_loss(model)
     recorder.check_complete()
@@ -103,32 +102,14 @@ def trace(
     return recorder.flow
 
 
-@contextmanager
-def _requiring_gradients(frozen: list[nn.Parameter]) -> Iterator[None]:
-    """Make frozen parameters require gradients, so that the graph shows where they are used."""
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-@contextmanager
-def _without_new_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove the hooks that transformers installs when hidden states are first requested."""
-    marks = [module for module in model.modules() if not getattr(module, _MARK, False)]
-    before = {module: list(module._forward_hooks) for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, old_hooks in before.items():
-            for key in [key for key in module._forward_hooks if key not in old_hooks]:
-                del module._forward_hooks[key]
-        for module in marks:
-            if getattr(module, _MARK, False):
-                setattr(module, _MARK, False)
+def _remove_new_hooks(before: Mapping[nn.Module, Sequence[int]], marks: Sequence[nn.Module]) -> None:
+    """Remove the hooks that transformers has installed because hidden states were requested for the first time."""
+    for module, old_hooks in before.items():
+        for key in [key for key in module._forward_hooks if key not in old_hooks]:
+            del module._forward_hooks[key]
+    for module in marks:
+        if getattr(module, _MARK, False):
+            setattr(module, _MARK, False)
 
 
 _MARK = "_output_capturing_hooks_installed"
@@ -175,22 +156,17 @@ class _FlowRecorder:
     def leave_first(self, block: nn.Module, args: object, output: object) -> object:
         entries = output if isinstance(output, tuple) else (output,)
         if not isinstance(entries[0], torch.Tensor):
-            raise ModelError(
-                f"{type(block).__name__} does not return the hidden state first",
-                where=self.names[0],
-                hint="a pipeline sends one tensor from block to block: let the block return it, or a tuple with it",
-            )
+            message = f"{type(block).__name__} does not return the hidden state first"
+            hint = "a pipeline sends one tensor from block to block: let the block return it, or a tuple with it"
+            raise ModelError(message, where=self.names[0], hint=hint)
         self.flow.form = len(output) if isinstance(output, tuple) else None
         self.hidden = entries[0].detach().requires_grad_()
         self.side_outputs = [leaf for leaf in tree_leaves(entries[1:]) if isinstance(leaf, torch.Tensor)]
         return (self.hidden, *entries[1:]) if isinstance(output, tuple) else self.hidden
 
     def skip(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if (
-            self.called_blocks < len(self.names)
-            and self.names[self.called_blocks] == name
-            and hidden_of(args, kwargs) is self.hidden
-        ):
+        is_next = self.called_blocks < len(self.names) and self.names[self.called_blocks] == name
+        if is_next and hidden_of(args, kwargs) is self.hidden:
             self.called_blocks += 1
             self._record_side_inputs(args[1:], kwargs)
             return in_form(self.hidden, self.flow.form)
@@ -214,11 +190,9 @@ class _FlowRecorder:
     def _record_side_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         for leaf in tree_leaves((args, {k: v for k, v in kwargs.items() if k != HIDDEN})):
             if any(leaf is output for output in self.side_outputs):
-                raise ModelError(
-                    "the first block makes more than the hidden state for the other blocks",
-                    where=self.names[0],
-                    hint="a pipeline sends one tensor from block to block: leave --pipeline-model-parallel-size out",
-                )
+                message = "the first block makes more than the hidden state for the other blocks"
+                hint = "a pipeline sends one tensor from block to block: leave --pipeline-model-parallel-size out"
+                raise ModelError(message, where=self.names[0], hint=hint)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self.flow.side_inputs |= set(map(id, reached_parameters(leaf)))
 
@@ -226,10 +200,8 @@ class _FlowRecorder:
         if self.called_blocks == 0:
             raise not_called_error()
         if self.called_blocks < len(self.names):
-            raise ModelError(
-                f"the forward uses {self.called_blocks} of {len(self.names)} blocks",
-                where=self.names[self.called_blocks],
-            )
+            message = f"the forward uses {self.called_blocks} of {len(self.names)} blocks"
+            raise ModelError(message, where=self.names[self.called_blocks])
 
 
 class _SkippedForward(Placeholder):
@@ -246,11 +218,9 @@ class _SkippedForward(Placeholder):
 
 def not_called_error() -> RapidformerError:
     """Return the error for a hook that does not call the model."""
-    return RapidformerError(
-        "compute_loss did not call the model",
-        where="compute_loss(model, batch)",
-        hint="a pipeline needs the hook to call the model exactly once",
-    )
+    message = "compute_loss did not call the model"
+    hint = "a pipeline needs the hook to call the model exactly once"
+    return RapidformerError(message, where="compute_loss(model, batch)", hint=hint)
 
 
 def called_twice_error() -> RapidformerError:

@@ -25,12 +25,17 @@ from rapidformer_templates.planning.switch import (
 
 CODES = ("int8", "nf4", "int4")
 DIVIDING = ("deepspeed-config", "tensor-parallel")
+PEFT = {"peft": "0.17"}
+"""The packages of the rules' examples."""
 IN_CODES, IN_HALF = Given("quantize_base", CODES), Given("quantize_base", ("half",))
 DORA = Given("lora_variant", ("dora",))
 BITSANDBYTES = (0, 50)
 """The first version that also quantizes on a CPU."""
 SHARDS_CODES = (2, 12)
 """The first version of torch whose FSDP shards parameters that are not floating-point numbers."""
+
+
+_RANK = ("lora_rank", 8)
 
 
 @dataclass(frozen=True)
@@ -45,38 +50,33 @@ class LoraFlags:
         "the adapters' output is multiplied by ALPHA / rank (default: twice the rank)",
         metavar="ALPHA",
         minimum=0,
-        only_with=("lora_rank", 8),
+        only_with=_RANK,
     )
-    lora_dropout: float = flag(0.0, "dropout before the adapters", minimum=0, maximum=1, only_with=("lora_rank", 8))
+    lora_dropout: float = flag(0.0, "dropout before the adapters", minimum=0, maximum=1, only_with=_RANK)
     lora_target_modules: str = flag(
         "all-linear",
         "what gets adapters: all-linear, or comma-separated ends of names; experts and routers only by name",
         metavar="NAMES",
-        only_with=("lora_rank", 8),
+        only_with=_RANK,
     )
     lora_modules_to_save: str | None = flag(
-        None,
-        "modules that are trained whole in addition (default: a new head)",
-        metavar="NAMES",
-        only_with=("lora_rank", 8),
+        None, "modules that are trained whole in addition (default: a new head)", metavar="NAMES", only_with=_RANK
     )
     lora_variant: Literal["lora", "rslora", "dora"] = flag(
-        "lora",
-        "rslora divides by the root of the rank; dora also trains the length of each output",
-        only_with=("lora_rank", 8),
+        "lora", "rslora divides by the root of the rank; dora also trains the length of each output", only_with=_RANK
     )
     quantize_base: Literal["half", "int8", "nf4", "int4"] | None = flag(
         None,
         "store the frozen weights in fewer bits; half: the 16 bits of --mixed-precision; nf4: QLoRA's 4 bits, by "
         "bitsandbytes",
-        only_with=("lora_rank", 8),
+        only_with=_RANK,
     )
 
 
 RULES = RuleList()
 
 
-@RULES.add("RF120", "[peft]", "--lora-rank 8 --model-type gpt2", packages={"peft": "0.17"})
+@RULES.add("RF120", "[peft]", "--lora-rank 8 --model-type gpt2", packages=PEFT)
 def _pretrained(request: Request) -> list[Finding]:
     """Adapters need pretrained weights.
 
@@ -115,7 +115,7 @@ def _beside_matrices(request: Request) -> Iterator[Finding]:
     "RF140",
     "[rapidformer_templates]",
     "--lora-rank 8 --quantize-base int8 --tensor-model-parallel-size 2",
-    packages={"peft": "0.17"},
+    packages=PEFT,
 )
 def _codes_divided(request: Request) -> Iterator[Finding]:
     """A base in 8 or 4 bits is divided only by ZeRO-3, and by FSDP with torch 2.12 or newer.
@@ -132,7 +132,7 @@ def _codes_divided(request: Request) -> Iterator[Finding]:
         yield from clash(request, IN_CODES, "fsdp", message=message)
 
 
-@RULES.add("RF126", "[rapidformer_templates]", "--lora-rank 8 --quantize-base half", packages={"peft": "0.17"})
+@RULES.add("RF126", "[rapidformer_templates]", "--lora-rank 8 --quantize-base half", packages=PEFT)
 def _half_of_what(request: Request) -> list[Finding]:
     """A 16-bit base needs 16-bit products.
 
@@ -144,10 +144,7 @@ def _half_of_what(request: Request) -> list[Finding]:
 
 
 @RULES.add(
-    "RF128",
-    "[peft]",
-    "--lora-rank 8 --lora-variant dora --quantize-base half --mixed-precision bf16",
-    packages={"peft": "0.17"},
+    "RF128", "[peft]", "--lora-rank 8 --lora-variant dora --quantize-base half --mixed-precision bf16", packages=PEFT
 )
 def _read_in_fp32(request: Request) -> list[Finding]:
     """DoRA needs the weights in fp32.
@@ -159,7 +156,7 @@ def _read_in_fp32(request: Request) -> list[Finding]:
     )
 
 
-@RULES.add("RF141", "[bitsandbytes]", "--lora-rank 8 --quantize-base nf4", packages={"peft": "0.17"})
+@RULES.add("RF141", "[bitsandbytes]", "--lora-rank 8 --quantize-base nf4", packages=PEFT)
 def _reads_nf4(request: Request) -> Iterator[Finding]:
     """nf4 is bitsandbytes' format.
 
@@ -188,7 +185,7 @@ def _lengths_of_whole_weights(request: Request) -> list[Finding]:
     "RF127",
     "[rapidformer_templates]",
     "--lora-rank 8 --quantize-base half --mixed-precision bf16 --zero-2-memory-optimization",
-    packages={"peft": "0.17"},
+    packages=PEFT,
 )
 def _types_by_deepspeed(request: Request) -> list[Finding]:
     """A 16-bit base needs an engine that leaves weights unchanged.

@@ -202,11 +202,9 @@ def base_of(folder: Path, base: str | None = None) -> str:
             "load them with peft.PeftModel.from_pretrained",
         )
     if Path(named).is_absolute() and not Path(named).is_dir():
-        raise ModelError(
-            f"the base of the adapters no longer exists: {named}",
-            where=str(folder / SETTINGS),
-            hint="restore the folder, or name its new place with --base FOLDER",
-        )
+        message = f"the base of the adapters no longer exists: {named}"
+        hint = "restore the folder, or name its new place with --base FOLDER"
+        raise ModelError(message, where=str(folder / SETTINGS), hint=hint)
     return str(named)
 
 
@@ -239,17 +237,12 @@ def read_model(
         _untie(adapted)
         merged = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
     _note_untied(merged)
-    # A head that was trained with the adapters is stored with them. The base has none, or one of another shape.
-    missing = (info["missing_keys"] | {name for name, _, _ in info["mismatched_keys"]}) - _names_in(folder)
+    missing = info["missing_keys"] | {name for name, _, _ in info["mismatched_keys"]}
+    if (folder / WEIGHTS).is_file():
+        # A head that was trained with the adapters is stored with them. The base has none, or one of another shape.
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            missing -= {name.removeprefix(PREFIX) for name in file.keys()}  # noqa: SIM118 - it is not a dictionary
     return merged, {"missing_keys": missing, "mismatched_keys": set(), "unexpected_keys": set()}
-
-
-def _names_in(folder: Path) -> set[str]:
-    """Return the names of the weights that a folder of adapters contains in full, such as those of a head."""
-    if not (folder / WEIGHTS).is_file():
-        return set()
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        return {name.removeprefix(PREFIX) for name in file.keys()}  # noqa: SIM118 - it is not a dictionary
 
 
 def _untie(adapted: nn.Module) -> None:
@@ -301,11 +294,9 @@ def merge(adapters: Path, output: Path, base_folder: str | None = None) -> None:
     name = (config.architectures or [""])[0]
     factory = getattr(transformers, name, None)
     if factory is None:
-        raise ModelError(
-            f"transformers has no class {name or 'for this model'}",
-            where=str(config_file(adapters)),
-            hint="load the model with its own code and merge with peft: PeftModel.merge_and_unload()",
-        )
+        message = f"transformers has no class {name or 'for this model'}"
+        hint = "load the model with its own code and merge with peft: PeftModel.merge_and_unload()"
+        raise ModelError(message, where=str(config_file(adapters)), hint=hint)
     with new_folder(output) as temporary, TensorFiles(temporary) as files, loading.quiet_transformers():
         with tensors_read_one_by_one(), files.parameters_stored():
             model, info = read_model(factory, adapters, config, base_folder=base_folder)

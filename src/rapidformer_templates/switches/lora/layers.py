@@ -279,30 +279,21 @@ class QuantizedLinear(nn.Module):
         return _Product.apply(x.to(kind), self.weight, bias, self.coding)
 
 
-class _StackReader:
-    """Dequantizes a stack of matrices. Each row contains the weights of one output, as in a linear layer.
-
-    Args:
-        coding: the coding of all rows of all matrices.
-        experts: the number of matrices.
-    """
-
-    def __init__(self, coding: Coding, experts: int) -> None:
-        self.coding = coding
-        self.experts = experts
-
-    def __call__(self, stored: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        """Dequantize the bytes to [N, in, out]."""
-        return self.coding.read(stored, kind).unflatten(0, (self.experts, -1)).transpose(1, 2)
-
-
 def quantize_stack(experts: Any, name: str, coding: str, *, has_values: bool) -> None:
-    """Replace one of the stacks of an experts module with its quantized bytes."""
+    """Replace one of the stacks of an experts module with its quantized bytes.
+
+    Each row of a matrix contains the weights of one output, as in a linear layer.
+    """
     stack: torch.Tensor = getattr(experts, name).detach()
     shape = tuple(stack.shape)
     rows = (stack.transpose(1, 2) if experts.is_transposed else stack).flatten(0, 1)
-    read = _StackReader(CODINGS[coding]((rows.shape[0], rows.shape[1])), shape[0])
-    stored = read.coding.write(rows) if has_values else stack.new_empty(read.coding.size, dtype=torch.uint8)
+    of_rows = CODINGS[coding]((rows.shape[0], rows.shape[1]))
+
+    def read(stored: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+        """Dequantize the bytes to [N, in, out]."""
+        return of_rows.read(stored, kind).unflatten(0, (shape[0], -1)).transpose(1, 2)
+
+    stored = of_rows.write(rows) if has_values else stack.new_empty(of_rows.size, dtype=torch.uint8)
     parameter = nn.Parameter(stored, requires_grad=False)
     note_shape(parameter, shape)
     experts.register_parameter(name, parameter)

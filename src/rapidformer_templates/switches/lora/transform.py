@@ -6,10 +6,10 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import chain
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -37,7 +37,6 @@ from rapidformer_templates.switches.lora.layers import (
     is_quantized,
     quantize_stack,
 )
-from rapidformer_templates.system.replaced_functions import patch_function
 from rapidformer_templates.system.workers import Workers
 
 ALL_LINEAR = "all-linear"
@@ -54,27 +53,25 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
     """
     model, options = assembly.model, building.options
     if any(True for _ in adapted_layers(model)):
-        raise ModelError(
-            f"{type(model).__name__} already has adapters, and --lora-rank adds others",
-            where="build_model()",
-            hint="merge them and save the model, and build it from that folder; or leave out --lora-rank",
-        )
+        message = f"{type(model).__name__} already has adapters, and --lora-rank adds others"
+        hint = "merge them and save the model, and build it from that folder; or leave out --lora-rank"
+        raise ModelError(message, where="build_model()", hint=hint)
     targets = targets_of(model, options.lora_target_modules, options.lora_modules_to_save)
     _check_matrices(model, targets, options)
     of_all = targets.of_all(building.workers) if building.has_values else targets
     refuse_missing(model, of_all, options.lora_target_modules, options.lora_modules_to_save)
     identity, fingerprints = _identify(assembly, building.workers, of_all) if building.has_values else ("", {})
     config = _peft_config(targets, options)
-    with warnings.catch_warnings(), nullcontext() if building.has_values else _without_device_moves():
+    # torch cannot move the fake tensors of a model whose shapes are planned. They are already on the right device.
+    moves = nullcontext() if building.has_values else patch.object(nn.Module, "to", lambda module, *_, **__: module)
+    with warnings.catch_warnings(), moves:
         warnings.simplefilter("ignore")  # peft warns that Conv1D stores its matrix transposed, and then handles it
         try:
             _inject(config, model)
         except ValueError as error:
-            raise ModelError(
-                f"{type(model).__name__} cannot get adapters: {error}",
-                where="--lora-target-modules",
-                hint="name layers of torch.nn.Linear by the ends of their names, such as q_proj,v_proj",
-            ) from error
+            message = f"{type(model).__name__} cannot get adapters: {error}"
+            hint = "name layers of torch.nn.Linear by the ends of their names, such as q_proj,v_proj"
+            raise ModelError(message, where="--lora-target-modules", hint=hint) from error
     install(model, ADAPTER)
     if options.quantize_base:
         kind = COMPUTE_TYPES.get(building.plan.precision, torch.float32)
@@ -111,25 +108,6 @@ def _peft_config(targets: Targets, options: LoraFlags) -> LoraConfig:
         use_dora=options.lora_variant == "dora",
         fan_in_fan_out=False,
     )
-
-
-_planned: ContextVar[bool] = ContextVar("adapters of a model without data", default=False)
-
-
-@contextmanager
-def _without_device_moves() -> Iterator[None]:
-    """Make ``Module.to`` do nothing inside the context, for a model whose shapes are planned.
-
-    torch cannot move fake tensors, and these are already on the right device.
-    """
-    patch_function(
-        nn.Module, "to", lambda to, module, *args, **kw: module if _planned.get() else to(module, *args, **kw)
-    )
-    token = _planned.set(True)
-    try:
-        yield
-    finally:
-        _planned.reset(token)
 
 
 @dataclass(frozen=True)
@@ -192,11 +170,9 @@ def refuse_missing(model: nn.Module, targets: Targets, names: str, modules_to_sa
     """Raise a :class:`ModelError` if no worker has a module or matrix with one of the requested names."""
     for name in _names(modules_to_save or ""):
         if name not in targets.trained_whole:
-            raise ModelError(
-                f"{type(model).__name__} has no module called {name}",
-                where="--lora-modules-to-save",
-                hint=f"its modules are {', '.join(name for name, _ in model.named_children())}",
-            )
+            message = f"{type(model).__name__} has no module called {name}"
+            hint = f"its modules are {', '.join(name for name, _ in model.named_children())}"
+            raise ModelError(message, where="--lora-modules-to-save", hint=hint)
     for name in _names(names):
         if name not in targets.matching_names:
             raise _no_target(model, name)
@@ -257,11 +233,8 @@ def _check_matrices(model: nn.Module, targets: Targets, options: LoraFlags) -> N
     }
     named = next((what for what, is_given in lacking.items() if is_given), None)
     if targets.matrices and named:
-        raise ModelError(
-            f"peft has no adapters with {named} together with matrices that are not layers: {targets.matrices[0]}",
-            where="--lora-target-modules",
-            hint="leave out one of the two",
-        )
+        message = f"peft has no adapters with {named} together with matrices that are not layers: {targets.matrices[0]}"
+        raise ModelError(message, where="--lora-target-modules", hint="leave out one of the two")
 
 
 def _inject(config: LoraConfig, model: nn.Module) -> None:

@@ -447,11 +447,9 @@ def patch_native_experts(model: Any, *, balance: float | None, z: float) -> Bala
     config = model.config
     routers = routers_of(model)
     if not routers:
-        raise ModelError(
-            f"found no router in {type(model).__name__}",
-            where="mixture of experts",
-            hint=f"known are the routers of {', '.join(sorted(OWN_EXPERTS))}",
-        )
+        message = f"found no router in {type(model).__name__}"
+        hint = f"known are the routers of {', '.join(sorted(OWN_EXPERTS))}"
+        raise ModelError(message, where="mixture of experts", hint=hint)
     config.output_router_logits = False  # otherwise the model's loss would include them, too
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts)
     model.set_experts_implementation(IMPLEMENTATION)

@@ -198,11 +198,9 @@ class BalanceLosses:
         # All workers of a replica have the same batches.
         (tokens,) = workers.sum(local_tokens if workers.is_replica_leader else 0)
         if not tokens:
-            raise RapidformerError(
-                "the balance loss is a mean over tokens, and there are no input_ids in the batches to count them",
-                where="mixture of experts",
-                hint="call the tokens input_ids in the batches, and their mask attention_mask",
-            )
+            message = "the balance loss is a mean over tokens, and there are no input_ids in the batches to count them"
+            hint = "call the tokens input_ids in the batches, and their mask attention_mask"
+            raise RapidformerError(message, where="mixture of experts", hint=hint)
         self._tokens = tokens
         self._step.zero_()
 

@@ -56,11 +56,9 @@ def mixture_of_experts(assembly: Assembly, building: Building[MixtureOfExpertsFl
         losses.balance, losses.z = balance, z
         return
     if "lora" in building.plan.switches:
-        raise ModelError(
-            "adapters leave the rest of a model unchanged, but new experts are untrained",
-            where="--num-experts",
-            hint="train the whole mixture first, then adapters on its export/",
-        )
+        message = "adapters leave the rest of a model unchanged, but new experts are untrained"
+        hint = "train the whole mixture first, then adapters on its export/"
+        raise ModelError(message, where="--num-experts", hint=hint)
     if options.num_experts is None:
         raise ModelError("this model has no experts", where="--moe-loss-coeff", hint="give --num-experts")
     top_k, width = min(options.moe_top_k or 2, options.num_experts), options.moe_ffn_hidden_size
@@ -163,11 +161,6 @@ def _activation(module: nn.Module, shape: FeedForwardNames) -> Callable[[torch.T
     return next((part for part in activations if callable(part)), None)
 
 
-def _dropout(module: nn.Module, shape: FeedForwardNames) -> nn.Module | None:
-    dropout = next((part for part in (_part(module, name) for name in shape.dropout) if part is not None), None)
-    return nn.Dropout(dropout) if isinstance(dropout, float) else dropout
-
-
 def _part(module: nn.Module, name: str) -> Any:
     part: object = module
     for step in name.split("."):
@@ -186,17 +179,13 @@ def make_sparse(model: nn.Module, blocks: Mapping[str, nn.Module], sizes: Mixtur
     """
     chosen = list(blocks.items())[sizes.interval - 1 :: sizes.interval]
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ModelError(
-            f"{type(model).__name__} is an encoder-decoder, whose two masks a mixture cannot tell apart",
-            where="--num-experts",
-            hint="use a decoder such as gpt2 or llama, or an encoder such as bert",
-        )
+        message = f"{type(model).__name__} is an encoder-decoder, whose two masks a mixture cannot tell apart"
+        hint = "use a decoder such as gpt2 or llama, or an encoder such as bert"
+        raise ModelError(message, where="--num-experts", hint=hint)
     if not chosen:
-        raise ModelError(
-            f"{type(model).__name__} has no block to put experts into",
-            where="--moe-layer-interval" if sizes.interval > 1 else "--num-experts",
-            hint="keep the blocks in an nn.ModuleList, and --moe-layer-interval at most their number",
-        )
+        message = f"{type(model).__name__} has no block to put experts into"
+        hint = "keep the blocks in an nn.ModuleList, and --moe-layer-interval at most their number"
+        raise ModelError(message, where="--moe-layer-interval" if sizes.interval > 1 else "--num-experts", hint=hint)
     losses = BalanceLosses(len(chosen), sizes.experts, balance=sizes.balance, z=sizes.z)
     for number, (name, block) in enumerate(chosen):
         feed_forward = find_feed_forward(block)
@@ -234,7 +223,9 @@ def _sparse(
                 if biases is not None and layer.bias is not None and biases.shape[1] == len(_matrix(layer)):
                     biases.copy_(layer.bias.expand_as(biases))
         gate.weight.normal_(std=GATE_DEVIATION)
-    sparse = mixture.SparseFeedForward(gate, experts, losses, number, _dropout(module, shape))
+    dropout = next((part for part in (_part(module, name) for name in shape.dropout) if part is not None), None)
+    dropout = nn.Dropout(dropout) if isinstance(dropout, float) else dropout
+    sparse = mixture.SparseFeedForward(gate, experts, losses, number, dropout)
     return sparse if gate.weight.dtype == up.weight.dtype else sparse.to(dtype=up.weight.dtype)
 
 

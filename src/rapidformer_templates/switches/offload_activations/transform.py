@@ -131,11 +131,9 @@ class SavedStorage:
             ModelError: the values have changed since. Autograd cannot detect this, because it does not hold the tensor.
         """
         if self.values is not None and self.values._version != self.version:
-            raise ModelError(
-                "a tensor that is kept for the backward is changed in place",
-                where=f"{self.block} with --offload-activations",
-                hint="compute that out of place: without the switch the backward would refuse it, too",
-            )
+            message = "a tensor that is kept for the backward is changed in place"
+            hint = "compute that out of place: without the switch the backward would refuse it, too"
+            raise ModelError(message, where=f"{self.block} with --offload-activations", hint=hint)
         self.values = None
 
     def __del__(self) -> None:
@@ -273,13 +271,11 @@ class Offloader:
         return SavedTensor(call, storage, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _is_offloadable(self, tensor: torch.Tensor) -> bool:
-        if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
+        is_plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        if tensor.device.type != self._device.type or is_traceable_wrapper_subclass(tensor) or not is_plain:
             return False
-        if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg():
-            return False
-        if tensor.untyped_storage().nbytes() < MIN_BYTES:
-            return False
-        return not _is_weight(tensor) and _storage_key(tensor) not in self._on_device
+        is_large = tensor.untyped_storage().nbytes() >= MIN_BYTES
+        return is_large and not _is_weight(tensor) and _storage_key(tensor) not in self._on_device
 
     @torch.no_grad()
     def unpack(self, saved: torch.Tensor | SavedTensor) -> torch.Tensor:
@@ -457,15 +453,11 @@ class Offloading(Receipt):
     """Reports ``offloaded_bytes``, ``offloaded_bytes_at_a_time`` and ``late_bytes`` of this worker."""
 
     def __init__(self) -> None:
-        self._first: dict[str, int] | None = None
+        self._first: dict[str, int] = {}
 
     def after_step(self, engine: Engine) -> dict[str, int]:
         offloader = engine.assembly.find(Offloader)
-        if offloader is not None and self._first is None:
-            counts = offloader.counts
-            self._first = {
-                "offloaded_bytes": counts.sent,
-                "offloaded_bytes_at_a_time": counts.most_offloaded,
-                "late_bytes": counts.late,
-            }
-        return self._first or {}
+        if offloader is not None and not self._first:
+            names, counts = ("offloaded_bytes", "offloaded_bytes_at_a_time", "late_bytes"), offloader.counts
+            self._first = dict(zip(names, (counts.sent, counts.most_offloaded, counts.late), strict=True))
+        return self._first

@@ -24,35 +24,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.onnx_runtime import export as onnx_export
-from rapidformer_templates.switches.onnx_runtime.export import Exported, GraphInput, Sizes
+from rapidformer_templates.switches.onnx_runtime.export import Exported, GraphInput
 
 aten = torch.ops.aten
 
 GraphResult = GraphInput | None
 
 onnxruntime.set_default_logger_severity(3)  # errors only; the optimiser warns about each constant that it leaves
-
-VIEWS = frozenset(
-    {
-        aten._unsafe_view.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.expand.default,
-        aten.permute.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.t.default,
-        aten.transpose.int,
-        aten.unsqueeze.default,
-        aten.view.default,
-        operator.getitem,
-    }
-)
-"""Views are free in torch but copies as outputs of an ONNX graph. The backward recomputes them from their sources."""
 
 
 class OnnxBackend:
@@ -126,9 +104,10 @@ def partition(
 
 
 def _is_view(node: fx.Node) -> bool:
+    """Whether a node is free in torch, but a copy as an output of an ONNX graph."""
     if node.target is operator.getitem:
         return _is_view(node.args[0]) if isinstance(node.args[0], fx.Node) else False
-    return node.target in VIEWS
+    return node.target is aten._unsafe_view.default or getattr(node.target, "is_view", False)
 
 
 class Graph:
@@ -166,12 +145,13 @@ class Graph:
     def __call__(self, inputs: list[GraphInput]) -> list[GraphResult]:
         exported = self._exported
         binding = self._session.io_binding()
-        noise = {
-            v.name: onnx_export.dropout_noise(torch.empty(v.shape(inputs), dtype=v.dtype, device=self._device), rate)
-            for v, rate in exported.noise
-        }
+
+        def empty(value: onnx_export.Value) -> torch.Tensor:
+            return torch.empty(value.shape(inputs), dtype=value.dtype, device=self._device)
+
+        noise = {value.name: onnx_export.dropout_noise(empty(value), rate) for value, rate in exported.noise}
         fed = {name: self._tensor(inputs[position]) for position, name in exported.inputs}
-        computed = {v.name: torch.empty(v.shape(inputs), dtype=v.dtype, device=self._device) for v in exported.outputs}
+        computed = {value.name: empty(value) for value in exported.outputs}
         began = time.perf_counter()
         for name, tensor in (fed | noise).items():
             binding.bind_ortvalue_input(name, _share(tensor))
@@ -182,8 +162,15 @@ class Graph:
         self._run(binding)
         self.seconds += time.perf_counter() - began
         self.runs += 1
-        everything = computed | noise
-        return [self._result(result, inputs, everything) for result in exported.results]
+        everything, results = computed | noise, list[GraphResult]()
+        for result in exported.results:
+            if isinstance(result, str):
+                results.append(everything[result])
+            elif isinstance(result, int):
+                results.append(inputs[result])
+            else:
+                results.append(None if result is None else result(inputs)[0])
+        return results
 
     def _run(self, binding: IOBinding) -> None:
         if self._stream is None:
@@ -216,16 +203,6 @@ class Graph:
             "milliseconds": round(1000 * self.seconds / max(1, self.runs), 3),
             "copies": self.copies,
         }
-
-    @staticmethod
-    def _result(
-        result: int | str | Sizes | None, inputs: Sequence[GraphInput], computed: dict[str, torch.Tensor]
-    ) -> GraphResult:
-        if isinstance(result, int):
-            return inputs[result]
-        if isinstance(result, str):
-            return computed[result]
-        return None if result is None else result(inputs)[0]
 
 
 def _share(tensor: torch.Tensor) -> OrtValue:
@@ -270,11 +247,9 @@ def check_provider(device: torch.device) -> None:
     """
     provider, available = _provider(device), onnxruntime.get_available_providers()
     if provider not in available:
-        raise ModelError(
-            f"this ONNX Runtime has no {provider}, only {', '.join(available)}",
-            where=f"onnxruntime {onnxruntime.__version__}",
-            hint="pip uninstall onnxruntime; pip install onnxruntime-gpu",
-        )
+        message = f"this ONNX Runtime has no {provider}, only {', '.join(available)}"
+        hint = "pip uninstall onnxruntime; pip install onnxruntime-gpu"
+        raise ModelError(message, where=f"onnxruntime {onnxruntime.__version__}", hint=hint)
 
 
 def _provider(device: torch.device) -> str:

@@ -370,12 +370,8 @@ def _to_onnx(module: fx.GraphModule, name: str) -> ONNXProgram:
     # The form that the exporter expects. The graph has neither parameters nor buffers.
     inputs = [InputSpec(InputKind.USER_INPUT, _argument(n), None) for n in module.graph.find_nodes(op="placeholder")]
     outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(n), None) for n in _outputs(module.graph) if n is not None]
-    called = ModuleCallSignature(
-        inputs=[],
-        outputs=[],
-        in_spec=pytree.tree_structure(((0,) * len(inputs), {})),
-        out_spec=pytree.tree_structure((0,) * len(outputs)),
-    )
+    specs = pytree.tree_structure(((0,) * len(inputs), {})), pytree.tree_structure((0,) * len(outputs))
+    called = ModuleCallSignature([], [], *specs)
     signature = ExportGraphSignature(inputs, outputs)
     program = ExportedProgram(module, module.graph, signature, {}, {}, [ModuleCallEntry("", called)])
     try:

@@ -112,12 +112,6 @@ class OnnxGraphs(Receipt):
         return captured(module) is not None
 
 
-def seconds_in_graphs(model: nn.Module) -> float:
-    """Return the total time spent in the graphs of a model so far."""
-    backends = {id(part.backend): part.backend for module in model.modules() if (part := captured(module))}
-    return sum(graph.seconds for backend in backends.values() for graph in backend.graphs)
-
-
 def graphs_of(model: nn.Module) -> dict[str, object]:
     """Return the providers, graphs with their nodes, and shares of parameters and time in ONNX Runtime.
 
@@ -135,7 +129,7 @@ def graphs_of(model: nn.Module) -> dict[str, object]:
         "providers": sorted({graph.provider for graph in graphs}),
         "modules": dict(Counter(part.backend.name for _, part in captured_parts)),
         "share_of_parameters": round(sum(inside.values()) / max(1, sum(whole.values())), 4),
-        "share_of_time": round(seconds_in_graphs(model) / training, 4),
+        "share_of_time": round(sum(graph.seconds for graph in graphs) / training, 4),
         "seconds_to_make": round(sum(backend.seconds for backend in backends), 2),
         "graphs": [graph.summary() for graph in graphs],
     }

@@ -44,11 +44,9 @@ class _ShardedState(SingleEngine):
             return super()._build_optimizer(recipe, trainable, differing)
         types = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in trainable})
         if len(types) > 1:
-            raise RapidformerError(
-                f"OSS needs parameters of one type, this model has {' and '.join(types)}",
-                where="build_model()",
-                hint="convert the model to one type, or shard it with --fsdp-memory-optimization",
-            )
+            message = f"OSS needs parameters of one type, this model has {' and '.join(types)}"
+            hint = "convert the model to one type, or shard it with --fsdp-memory-optimization"
+            raise RapidformerError(message, where="build_model()", hint=hint)
         self._oss = replace(recipe, cls=partial(OSS, optim=recipe.cls)).build(trainable, differing)
         return self._oss.optim
 

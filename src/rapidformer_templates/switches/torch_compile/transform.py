@@ -81,17 +81,13 @@ def _gather_whole(parts: Sequence[nn.Module], model: nn.Module) -> None:
     from deepspeed.utils import set_z3_leaf_module
 
     if parts[0] is model:
-        raise ModelError(
-            "a compiled model is gathered block by block, and this one has no repeated blocks",
-            where="--torch-compile with --zero-3-memory-optimization",
-            hint="keep the blocks in an nn.ModuleList, or use --zero-2-memory-optimization",
-        )
+        message = "a compiled model is gathered block by block, and this one has no repeated blocks"
+        hint = "keep the blocks in an nn.ModuleList, or use --zero-2-memory-optimization"
+        raise ModelError(message, where="--torch-compile with --zero-3-memory-optimization", hint=hint)
     if any(not parameter.requires_grad for part in parts for parameter in part.parameters()):
-        raise ModelError(
-            "blocks are partly frozen, and the backward of their graphs meets parameters that are not gathered",
-            where="--torch-compile with --zero-3-memory-optimization",
-            hint="use --zero-2-memory-optimization or --fsdp-memory-optimization, or leave --torch-compile out",
-        )
+        message = "blocks are partly frozen, and the backward of their graphs meets parameters that are not gathered"
+        hint = "use --zero-2-memory-optimization or --fsdp-memory-optimization, or leave --torch-compile out"
+        raise ModelError(message, where="--torch-compile with --zero-3-memory-optimization", hint=hint)
     for part in parts:
         set_z3_leaf_module(part, True)
 

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.config import RunConfig
@@ -101,12 +101,7 @@ def ask_processor_once() -> None:
     with suppress(ImportError):
         import cpuinfo
 
-        patch_function(cpuinfo, "get_cpu_info", _ask_once)
-
-
-@cache
-def _ask_once(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    return ask()
+        patch_function(cpuinfo, "get_cpu_info", cache(lambda ask: ask()))
 
 
 def export(device: str) -> None:

@@ -287,11 +287,9 @@ class DeepSpeedEngine(SingleEngine):
             RapidformerError: the loss of no worker reaches a trainable parameter.
         """
         if unused := self._names(self._parameters[index] for index in indices):
-            raise RapidformerError(
-                f"the loss does not reach {len(unused)} parameters: {', '.join(unused[:6])}",
-                where=f"ZeRO-{self.zero_stage}, which would let them decay",
-                hint="set requires_grad = False for them in build_model, or leave them out of the model",
-            )
+            message = f"the loss does not reach {len(unused)} parameters: {', '.join(unused[:6])}"
+            hint = "set requires_grad = False for them in build_model, or leave them out of the model"
+            raise RapidformerError(message, where=f"ZeRO-{self.zero_stage}, which would let them decay", hint=hint)
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[nn.Module]:

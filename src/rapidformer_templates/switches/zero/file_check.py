@@ -80,11 +80,9 @@ def find_problems(content: ds_file.Section) -> list[ds_file.Problem]:
         models["scheduler.params"] = _model_of(getattr(_module("runtime.lr_schedules"), scheduler))
     for name, model in models.items():
         known |= dict(_keys_of(model, f"{name}."))
-    problems = [
-        problem
-        for name in content
-        for problem in ds_file.unknown_in(ds_file.section_at(content, name), f"{name}.", known)
-    ]
+    problems: list[ds_file.Problem] = []
+    for name in content:
+        problems += ds_file.unknown_in(ds_file.section_at(content, name), f"{name}.", known)
     for name, model in models.items():
         problems += _wrong_values(name, model, ds_file.section_at(content, name))
     if scheduler and not any(path.startswith("scheduler") for path, _ in problems):
