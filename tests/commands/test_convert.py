@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from rapidformer_templates.commands.convert import reader
-from rapidformer_templates.commands.convert.cli import as_yaml, converted, refusal_of
-from rapidformer_templates.commands.convert.shell import commands
+from rapidformer_templates.commands.convert.cli import as_yaml, commands, converted, refusal_of
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.flags import SECTIONS

@@ -329,14 +329,6 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-4", "step-6"]
 
 
-def test_metrics_that_are_a_folder_refuse_a_resume(half: Path, tmp_path: Path, says: Says) -> None:
-    folder = shutil.copytree(half, tmp_path / "run")
-    (folder / "metrics.jsonl").unlink()
-    (folder / "metrics.jsonl").mkdir()
-    with says(ConfigError):
-        train(folder, "--resume")
-
-
 def test_garbled_metrics_stop_no_resume(half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     shutil.copytree(half, folder)

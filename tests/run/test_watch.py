@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from rapidformer_templates import Data
 from rapidformer_templates.errors import WorkerHangs
-from rapidformer_templates.run import stragglers, watch
+from rapidformer_templates.run import watch
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.stragglers import PHASES, PhaseTimes, find_stragglers
-from rapidformer_templates.run.watch import STEP, HangWatch
+from rapidformer_templates.run.watch import COMPARED, STEP, HangWatch, PhaseTimes, find_stragglers
 from rapidformer_templates.system.phase_clock import BACKWARD, EXCHANGE, FORWARD, UPDATE, PhaseClock
 from rapidformer_templates.system.workers import Workers
 from tests.support.parallel_jobs import JOBS
@@ -30,11 +29,11 @@ from tests.support.programs import wait_until
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
-DATA, FORWARDS = PHASES.index(watch.DATA), PHASES.index(FORWARD)
+DATA, FORWARDS = COMPARED.index(watch.DATA), COMPARED.index(FORWARD)
 
 
 def _times(forward: float, data: float = 1.0, waiting: float = 0.0) -> PhaseTimes:
-    phases = [0.0] * len(PHASES)
+    phases = [0.0] * len(COMPARED)
     phases[FORWARDS], phases[DATA] = forward, data
     return PhaseTimes(forward + data, phases, waiting)
 
@@ -146,8 +145,8 @@ def _train_slow(workers: Any, rank: int, phase: str, flags: str) -> tuple[list[A
     job = type("Job", (Slow,), {"rank": rank, "phase": phase})(flags.split())
     lines: list[dict[str, Any]] = []
     with (
-        mock.patch.object(stragglers, "PERIOD", 4),
-        mock.patch.object(stragglers, "say") as say,
+        mock.patch.object(watch, "PERIOD", 4),
+        mock.patch.object(watch, "say") as say,
         mock.patch("rapidformer_templates.run.log.Log.record", lambda log, line: lines.append(line)),
     ):
         summary = job.fit()

@@ -20,8 +20,8 @@ from rapidformer_templates import Data, Trainer
 from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.run import building
 from rapidformer_templates.run.receipts import BYTES_BY_RANK
+from rapidformer_templates.system import process_state
 from rapidformer_templates.system.process_state import (
     M_MMAP_THRESHOLD,
     _mallopt,
@@ -93,8 +93,8 @@ def _freed_memory_is_given_back() -> Iterator[None]:
         _mallopt({M_MMAP_THRESHOLD: 2**16})
 
     with (
-        mock.patch.object(building, "keep_freed_memory", give_back),
-        mock.patch.object(building, "give_freed_memory_back", give_back),
+        mock.patch.object(process_state, "keep_freed_memory", give_back),
+        mock.patch.object(process_state, "give_freed_memory_back", give_back),
     ):
         give_back()
         yield

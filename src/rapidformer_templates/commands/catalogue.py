@@ -39,9 +39,8 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer switches``."""
-    return CommandParser(
-        prog="rapidformer switches", description="List the switches, their flags, and which of them go together."
-    )
+    about = "List the switches, their flags, and which of them go together."
+    return CommandParser(prog="rapidformer switches", description=about)
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,8 @@ def with_additions(request: Request, registry: Registry) -> tuple[list[Change], 
     """Return the changes that the request needs to be accepted, and the rules that it breaks even with them."""
     changes: list[Change] = []
     while refusals := registry.refusals(apply(request, changes, registry)):
-        change = next(
-            (c for _, finding in refusals for c in finding.changes if c.cost == ADD and c not in changes), None
-        )
+        possible = (change for _, finding in refusals for change in finding.changes)
+        change = next((one for one in possible if one.cost == ADD and one not in changes), None)
         if change is None:
             return changes, tuple({rule.code: rule for rule, _ in refusals}.values())
         changes.append(change)

@@ -10,13 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rapidformer_templates.commands.saved_model import (
-    GenerationFlags,
-    generation_of,
-    model_on_device,
-    parser_of_saved,
-    words_of_saved,
-)
+from rapidformer_templates.commands import saved_model
 from rapidformer_templates.data.text.files import NOT_UTF8, UTF8_HINT
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.model_files import check_model_files
@@ -46,13 +40,13 @@ class ChatFlags:
 
 
 @dataclass(frozen=True)
-class ChatOptions(ChatFlags, GenerationFlags):
+class ChatOptions(ChatFlags, saved_model.GenerationFlags):
     """The options of the command that are not flags of a run."""
 
 
 OPTIONS = (
     ChatFlags,
-    GenerationFlags,
+    saved_model.GenerationFlags,
     subset_of_flags(ModelFlags, "base", "trust_remote_code"),
     subset_of_flags(TrainingFlags, "task", "seed"),
     MixedPrecisionFlags,
@@ -62,7 +56,7 @@ OPTIONS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer chat``."""
-    return parser_of_saved("chat", DESCRIPTION, OPTIONS)
+    return saved_model.parser_of_saved("chat", DESCRIPTION, OPTIONS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model or a flag cannot be used.
     """
-    saved, values = words_of_saved(build_parser(), argv, OPTIONS)
+    saved, values = saved_model.words_of_saved(build_parser(), argv, OPTIONS)
     config = saved.config(user=ChatOptions, **values)
     if config.training.task not in tasks_with(lambda task: task.continues_text):
         raise _cannot_chat(config.training.task, saved)
@@ -87,9 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with (
         explained_without_plan(str(saved.folder), "a device with more memory, or a smaller model"),
-        model_on_device(task, config) as (model, _),
+        saved_model.model_on_device(task, config) as (model, _),
     ):
-        conversation = Conversation(model, task.tokenizer, generation_of(config.user, config), config.user.system)
+        conversation = Conversation(
+            model, task.tokenizer, saved_model.generation_of(config.user, config), config.user.system
+        )
         if conversation.is_plain:
             print("note: the tokenizer has no chat template: a plain one is used", file=sys.stderr)
         talk(conversation, at_terminal=sys.stdin.isatty() and sys.stdout.isatty(), name=str(saved.folder))

@@ -55,10 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer completion``."""
-    parser = CommandParser(
-        prog="rapidformer completion",
-        description='Print a script that completes commands and flags. bash: eval "$(rapidformer completion bash)"',
-    )
+    about = 'Print a script that completes commands and flags. bash: eval "$(rapidformer completion bash)"'
+    parser = CommandParser(prog="rapidformer completion", description=about)
     parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, help="the shell")
     return parser
 
@@ -123,10 +121,8 @@ def schema_main(argv: Sequence[str]) -> int:
 
 def schema_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer schema``."""
-    parser = CommandParser(
-        prog="rapidformer schema",
-        description="Print the JSON schema of the YAML files of --config, by which editors complete and check them.",
-    )
+    about = "Print the JSON schema of the YAML files of --config, by which editors complete and check them."
+    parser = CommandParser(prog="rapidformer schema", description=about)
     parser.add_argument("--user-script", metavar="FILE", help="with the flags that this script declares")
     return parser
 
@@ -158,14 +154,13 @@ def yaml_schema(script_flags: type | None = None) -> Schema:
                     same = f"the same as {name}" + (f": {stands_for}" if stands_for else "")
                     spellings[alias] = ({"type": ["boolean", "null"]} if stands_for else value) | {"description": same}
                 keys |= spellings
+    dashed_keys = [key for key in keys if "-" in key]
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Flags of rapidformer",
         "type": ["object", "null"],
         "properties": keys,
-        "patternProperties": {
-            f"^{key.replace('-', '[-_]')}$": {"$ref": f"#/properties/{key}"} for key in keys if "-" in key
-        },
+        "patternProperties": {f"^{k.replace('-', '[-_]')}$": {"$ref": f"#/properties/{k}"} for k in dashed_keys},
         "additionalProperties": False,
     }
 
@@ -187,11 +182,8 @@ def _value(annotation: object, field: dataclasses.Field[object]) -> Schema:
             return number
         return number | {"pattern": rf"({number['pattern']})|(^\s*{_NUMBER}\s*[Ee][Pp][Oo][Cc][Hh][Ss]?\s*$)"}
     if kind is Interval:
-        return {
-            "type": [*kinds, "string", "integer"],
-            "exclusiveMinimum": 0,
-            "pattern": rf"^\s*{_NUMBER}\s*[A-Za-z]*\s*$",
-        }
+        pattern = rf"^\s*{_NUMBER}\s*[A-Za-z]*\s*$"
+        return {"type": [*kinds, "string", "integer"], "exclusiveMinimum": 0, "pattern": pattern}
     if kind is TrackerNames:
         one = f"({'|'.join(map(_any_case, TRACKERS))})"
         alone = f"{_any_case('all')}|{_any_case('none')}"

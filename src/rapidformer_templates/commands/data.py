@@ -43,18 +43,16 @@ def build_parser() -> argparse.ArgumentParser:
 
     preprocess = commands.add_parser("preprocess", help="convert raw text to Megatron's indexed data sets")
     _add_text(preprocess)
-    preprocess.add_argument(
-        "--output-prefix", required=True, metavar="P", help="prefix of the output: P_KEY_document.bin and .idx"
-    )
+    text = "prefix of the output: P_KEY_document.bin and .idx"
+    preprocess.add_argument("--output-prefix", required=True, metavar="P", help=text)
     preprocess.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="format of the output: mmap")
     preprocess.add_argument("--append-eod", action="store_true", help="add an end token after each document")
     preprocess.add_argument(
         "--split-sentences", action="store_true", help="one sequence per sentence, for sentence pairs"
     )
     preprocess.add_argument("--workers", type=positive, metavar="N", help="processes (default: all cores)")
-    preprocess.add_argument(
-        "--chunk-size", type=positive, default=1000, metavar="N", help="documents that a worker gets at a time (1000)"
-    )
+    text = "documents that a worker gets at a time (1000)"
+    preprocess.add_argument("--chunk-size", type=positive, default=1000, metavar="N", help=text)
     _add_tokenizer(preprocess)
     preprocess.add_argument(
         "--tokenizer-backend",
@@ -62,12 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
         default="auto",
         help="auto: gigatoken if it is installed and gives the same tokens, else transformers (default)",
     )
-    preprocess.add_argument(
-        "--tokenizer-check",
-        choices=("sample", "all"),
-        default="sample",
-        help="how much of the text the fast backend is compared with the plain one on (sample: 1 part in 64)",
-    )
+    text = "how much of the text the fast backend is compared with the plain one on (sample: 1 part in 64)"
+    preprocess.add_argument("--tokenizer-check", choices=("sample", "all"), default="sample", help=text)
     _add_output(preprocess)
     preprocess.set_defaults(run="rapidformer_templates.commands.data_tools:preprocess_main")
 
@@ -79,16 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     inspect = commands.add_parser("inspect", help="show the contents of indexed data sets")
     inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
-    inspect.add_argument(
-        "--show",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="show the first N documents, as text if a tokenizer is named",
-    )
-    inspect.add_argument(
-        "--split", metavar="T,V,T", help="show the loss of a unigram model of the training part on the validation part"
-    )
+    text = "show the first N documents, as text if a tokenizer is named"
+    inspect.add_argument("--show", type=positive, default=0, metavar="N", help=text)
+    text = "show the loss of a unigram model of the training part on the validation part"
+    inspect.add_argument("--split", metavar="T,V,T", help=text)
     _add_tokenizer(inspect)
     _add_json(inspect)
     inspect.set_defaults(run="rapidformer_templates.commands.data_tools:inspect_main")
@@ -102,22 +90,12 @@ def build_parser() -> argparse.ArgumentParser:
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on raw text")
     _add_text(tokenizer)
     tokenizer.add_argument("--output", required=True, metavar="DIR", help="folder that transformers can read")
-    tokenizer.add_argument(
-        "--type",
-        choices=("bpe", "wordpiece"),
-        default="bpe",
-        help="bpe: byte-level, like GPT-2's (default); wordpiece: like BERT's",
-    )
-    tokenizer.add_argument(
-        "--vocab-size", type=positive, default=50257, metavar="N", help="size of the vocabulary, tokens (50257)"
-    )
-    tokenizer.add_argument(
-        "--min-frequency",
-        type=positive,
-        default=2,
-        metavar="N",
-        help="least number of occurrences of a pair that is joined (2)",
-    )
+    text = "bpe: byte-level, like GPT-2's (default); wordpiece: like BERT's"
+    tokenizer.add_argument("--type", choices=("bpe", "wordpiece"), default="bpe", help=text)
+    text = "size of the vocabulary, tokens (50257)"
+    tokenizer.add_argument("--vocab-size", type=positive, default=50257, metavar="N", help=text)
+    text = "least number of occurrences of a pair that is joined (2)"
+    tokenizer.add_argument("--min-frequency", type=positive, default=2, metavar="N", help=text)
     tokenizer.add_argument("--lower-case", action="store_true", help="wordpiece: ignore case and accents")
     _add_output(tokenizer)
     tokenizer.set_defaults(run="rapidformer_templates.data.text.train_tokenizer:main")
@@ -125,16 +103,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_text(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs: .jsonl, .txt, .parquet"
-    )
+    text = "files, folders, globs: .jsonl, .txt, .parquet"
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=text)
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="columns with text (text)")
-    parser.add_argument(
-        "--text-unit",
-        choices=("paragraph", "line", "file"),
-        default="paragraph",
-        help="a document of a .txt file: a paragraph between blank lines (default), a line, or the file",
-    )
+    text = "a document of a .txt file: a paragraph between blank lines (default), a line, or the file"
+    parser.add_argument("--text-unit", choices=("paragraph", "line", "file"), default="paragraph", help=text)
     parser.add_argument("--skip-bad-lines", action="store_true", help="skip lines that cannot be read, and list them")
 
 

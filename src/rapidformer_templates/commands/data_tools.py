@@ -5,34 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from rapidformer_templates.data.indexed import tools
 from rapidformer_templates.data.indexed.dataset import IndexedDataset, type_for
-from rapidformer_templates.data.indexed.tools import (
-    Damage,
-    DataSetStatistics,
-    add_sums,
-    merge,
-    prefixes_of,
-    split_sequences,
-    split_shares,
-    statistics_of,
-    unigram_loss,
-    verify,
-)
 from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.files import text_files
 from rapidformer_templates.data.text.preprocess import TITLES, PreprocessResult, preprocess, usable_cores
 from rapidformer_templates.errors import ConfigError, DataError, counted
-from rapidformer_templates.models.model_files import (
-    end_token_id,
-    load_tokenizer,
-    padded_vocab_size,
-    vocabulary_id,
-    vocabulary_size,
-)
+from rapidformer_templates.models import model_files
 from rapidformer_templates.planning.config import COMMAND_LINE, RunConfig, spelling
 from rapidformer_templates.system.files import to_json
 from rapidformer_templates.system.terminal import console
@@ -66,7 +49,7 @@ def tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerFast:
         kinds = [other for other, flags in TOKENIZER_FLAGS.items() if name in flags]
         hint = f"leave it out, or choose --tokenizer-type {' or '.join(kinds)}"
         raise ConfigError(f"{spelling(name)} has no effect on a {kind}", where=spelling(name), hint=hint)
-    return load_tokenizer(RunConfig().replace(COMMAND_LINE, tokenizer_type=kind, **named))
+    return model_files.load_tokenizer(RunConfig().replace(COMMAND_LINE, tokenizer_type=kind, **named))
 
 
 def preprocess_main(options: argparse.Namespace) -> int:
@@ -76,15 +59,15 @@ def preprocess_main(options: argparse.Namespace) -> int:
     if any("/" in key for key in keys):
         raise DataError("a key with '/' cannot be part of a file name", where="--json-keys", hint="rename the key")
     tokenizer = tokenizer_of(options)
-    vocabulary = vocabulary_size(tokenizer)
+    vocabulary = model_files.vocabulary_size(tokenizer)
     recipe = EncodingRecipe(
         tokenizer.backend_tokenizer.to_str(),
         type_for(vocabulary).name,
-        end_token_id(tokenizer) if options.append_eod else None,
+        model_files.end_token_id(tokenizer) if options.append_eod else None,
         keys,
         sentences=options.split_sentences,
         skip=options.skip_bad_lines,
-        vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
+        vocabulary=model_files.vocabulary_id(tokenizer.backend_tokenizer),
         text_unit=options.text_unit,
     )
     result = preprocess(
@@ -97,10 +80,25 @@ def preprocess_main(options: argparse.Namespace) -> int:
         check_all=options.tokenizer_check == "all",
         overwrite=options.overwrite,
     )
-    if options.json:
-        print(to_json(_preprocess_facts(result, vocabulary)), end="")
-    else:
+    if not options.json:
         _show_preprocessed(result, vocabulary)
+        return 0
+    counts = {"documents": result.documents, "tokens": result.tokens, "empty": result.empty}
+    facts = {
+        "sets": [
+            {"prefix": prefix, **{name: count[key] for name, count in counts.items()}}
+            for key, prefix in result.prefix.items()
+        ],
+        "dtype": result.dtype,
+        "vocabulary": vocabulary,
+        "padded_vocabulary": model_files.padded_vocab_size(vocabulary),
+        "skipped": result.skipped,
+        "way": result.way,
+        "compared_tokens": result.compared,
+        "notes": result.notes,
+        "seconds": result.seconds,
+    }
+    print(to_json(facts), end="")
     return 0
 
 
@@ -109,12 +107,9 @@ def _show_preprocessed(result: PreprocessResult, vocabulary: int) -> None:
         documents, tokens, empty = result.documents[key], result.tokens[key], result.empty[key]
         left_out = f"; {counted(empty, 'empty document')} left out" if empty else ""
         print(f"{prefix}: {documents:,} documents, {tokens:,} tokens ({result.dtype}){left_out}")
-    print(f"vocabulary: {vocabulary:,} tokens, padded to {padded_vocab_size(vocabulary):,} in the model")
-    equal = (
-        ""
-        if result.way == "whole"
-        else f", same tokens as the plain one on hard texts and on {result.compared:,} of these tokens"
-    )
+    print(f"vocabulary: {vocabulary:,} tokens, padded to {model_files.padded_vocab_size(vocabulary):,} in the model")
+    equal = f", same tokens as the plain one on hard texts and on {result.compared:,} of these tokens"
+    equal = "" if result.way == "whole" else equal
     print(f"tokenizer: {TITLES[result.way]}{equal}")
     for note in result.notes:
         print(f"note: {note}")
@@ -127,41 +122,15 @@ def _show_preprocessed(result: PreprocessResult, vocabulary: int) -> None:
     print(f"{seconds:.1f} s, {tokens / seconds:,.0f} tokens/s, {documents / seconds:,.0f} documents/s")
 
 
-def _preprocess_facts(result: PreprocessResult, vocabulary: int) -> dict[str, object]:
-    return {
-        "sets": [
-            {
-                "prefix": prefix,
-                "documents": result.documents[key],
-                "tokens": result.tokens[key],
-                "empty": result.empty[key],
-            }
-            for key, prefix in result.prefix.items()
-        ],
-        "dtype": result.dtype,
-        "vocabulary": vocabulary,
-        "padded_vocabulary": padded_vocab_size(vocabulary),
-        "skipped": result.skipped,
-        "way": result.way,
-        "compared_tokens": result.compared,
-        "notes": result.notes,
-        "seconds": result.seconds,
-    }
-
-
-class FirstDocument(TypedDict):
-    """A document that ``inspect --show`` prints: its length in tokens, its first tokens, and their text."""
-
-    length: int
-    tokens: list[int]
-    text: NotRequired[str]
+FirstDocument = dict[str, Any]
+"""A document that ``inspect --show`` prints: its ``length`` in tokens, its first ``tokens``, and their ``text``."""
 
 
 def merge_main(options: argparse.Namespace) -> int:
     """Merge data sets, print the result and return the exit status."""
-    prefixes = prefixes_of(options.input, leave_out=options.output_prefix)
-    merge(prefixes, options.output_prefix, overwrite=options.overwrite)
-    facts = statistics_of(options.output_prefix)
+    prefixes = tools.prefixes_of(options.input, leave_out=options.output_prefix)
+    tools.merge(prefixes, options.output_prefix, overwrite=options.overwrite)
+    facts = tools.statistics_of(options.output_prefix)
     if options.json:
         print(to_json({"inputs": prefixes, "output": dataclasses.asdict(facts)}), end="")
     else:
@@ -180,17 +149,14 @@ def inspect_main(options: argparse.Namespace) -> int:
             hint = "add --show N, or leave it out"
             raise ConfigError("a tokenizer has an effect only with --show", where="inspect", hint=hint)
         tokenizer = tokenizer_of(options)
-    prefixes = prefixes_of(options.input)
-    about_sets = [statistics_of(prefix) for prefix in prefixes]
+    prefixes = tools.prefixes_of(options.input)
+    about_sets = [tools.statistics_of(prefix) for prefix in prefixes]
     shown = {prefix: _first_documents(prefix, options.show, tokenizer) for prefix in prefixes}
     losses = {prefix: _unigram_loss(prefix, options.split) for prefix in prefixes} if options.split else {}
     if options.json:
-        sets = [
-            dataclasses.asdict(facts)
-            | {"first": shown[facts.prefix]}
-            | ({"unigram_loss": losses[facts.prefix]} if losses else {})
-            for facts in about_sets
-        ]
+        sets = [dataclasses.asdict(facts) | {"first": shown[facts.prefix]} for facts in about_sets]
+        for entry in sets if losses else ():
+            entry["unigram_loss"] = losses[entry["prefix"]]
         print(to_json({"sets": sets}), end="")
         return 0
     terminal = console(piped_width=120)
@@ -218,11 +184,11 @@ def _unigram_loss(prefix: str, split: str) -> float:
         DataError: the training or the validation part has no document.
     """
     dataset = IndexedDataset(prefix)
-    train, valid, _ = split_sequences(split_shares(split), len(dataset))
+    train, valid, _ = tools.split_sequences(tools.split_shares(split), len(dataset))
     if train[0] == train[1] or valid[0] == valid[1]:
         message = "the training or the validation part has no document"
         raise DataError(message, where=f"--split {split}", hint="use other shares, such as 9,1")
-    return unigram_loss(dataset, train, valid)
+    return tools.unigram_loss(dataset, train, valid)
 
 
 def _first_documents(prefix: str, count: int, tokenizer: PreTrainedTokenizerFast | None) -> list[FirstDocument]:
@@ -240,7 +206,7 @@ def _first_documents(prefix: str, count: int, tokenizer: PreTrainedTokenizerFast
     return documents
 
 
-def _table(facts: DataSetStatistics) -> Table:
+def _table(facts: tools.DataSetStatistics) -> Table:
     table = Table(title=facts.prefix, title_justify="left", show_header=False)
     rows = {
         "documents": f"{facts.documents:,}",
@@ -255,7 +221,7 @@ def _table(facts: DataSetStatistics) -> Table:
     return table
 
 
-def _histogram(facts: DataSetStatistics) -> Table:
+def _histogram(facts: tools.DataSetStatistics) -> Table:
     table = Table("tokens", title="Lengths of documents", title_justify="left")
     for heading in ("documents", "share", "share of the tokens"):
         table.add_column(heading, justify="right")
@@ -274,22 +240,18 @@ def _histogram(facts: DataSetStatistics) -> Table:
 
 def verify_main(options: argparse.Namespace) -> int:
     """Check data sets and print the damage. Return 1 if a set is damaged, else 0."""
-    damages: dict[str, list[Damage] | None] = {}
-    for prefix in prefixes_of(options.input):
+    damages: dict[str, list[tools.Damage] | None] = {}
+    for prefix in tools.prefixes_of(options.input):
         try:
-            damages[prefix] = verify(prefix)
+            damages[prefix] = tools.verify(prefix)
         except DataError as error:  # its files do not fit together, but the other sets are checked, too
-            damages[prefix] = [Damage(Path(error.where or prefix), error.message)]
+            damages[prefix] = [tools.Damage(Path(error.where or prefix), error.message)]
     written = []
     if options.write_sums:
-        written = [str(add_sums(prefix)) for prefix, damage in damages.items() if damage is None]
+        written = [str(tools.add_sums(prefix)) for prefix, damage in damages.items() if damage is None]
     if options.json:
         sets = [
-            {
-                "prefix": prefix,
-                "checked": damage is not None,
-                "damage": [{"file": str(part.file), "what": part.what} for part in damage or ()],
-            }
+            {"prefix": prefix, "checked": damage is not None, "damage": [part.to_json() for part in damage or ()]}
             for prefix, damage in damages.items()
         ]
         print(to_json({"ok": not any(damages.values()), "sets": sets, "written": written}), end="")

@@ -120,13 +120,11 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer demo``."""
-    parser = CommandParser(
-        prog="rapidformer demo", description="Fine-tune a pretrained MiniLM on labelled tweets with 2 workers."
-    )
+    about = "Fine-tune a pretrained MiniLM on labelled tweets with 2 workers."
+    parser = CommandParser(prog="rapidformer demo", description=about)
     parser.add_argument("--save", type=Path, default=Path("runs/demo"), metavar="DIR", help="run folder (%(default)s)")
-    parser.add_argument(
-        "--data", type=Path, default=Path("runs/demo-data"), metavar="DIR", help="where the tweets go (%(default)s)"
-    )
+    text = "where the tweets go (%(default)s)"
+    parser.add_argument("--data", type=Path, default=Path("runs/demo-data"), metavar="DIR", help=text)
     parser.add_argument("--train", type=positive, default=2000, help="tweets to train on (%(default)s)")
     parser.add_argument("--held-out", type=positive, default=1000, help="tweets to evaluate on (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (%(default)s)")
@@ -184,11 +182,8 @@ def new_main(argv: Sequence[str]) -> int:
         print(f"wrote {', '.join(sorted(str(file) for file in target.rglob('*') if file.is_file()))}")
         return 0
     if target.suffix != ".py":
-        raise ConfigError(
-            f"{target} is not a name of a Python script",
-            where="FILE",
-            hint=f"rapidformer new {options.kind} {target}.py",
-        )
+        message = f"{target} is not a name of a Python script"
+        raise ConfigError(message, where="FILE", hint=f"rapidformer new {options.kind} {target}.py")
     text = (EXAMPLES / "new" / f"{options.kind}.py").read_text(encoding="utf-8")
     command = shlex.quote(str(target))
     named = re.sub(rf"{STEM}(\.py)?", lambda match: command if match[1] else target.stem, text)
@@ -201,9 +196,8 @@ def new_main(argv: Sequence[str]) -> int:
 
 def new_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer new``."""
-    parser = CommandParser(
-        prog="rapidformer new", description="Write a script to start from, which runs unchanged, or the examples."
-    )
+    about = "Write a script to start from, which runs unchanged, or the examples."
+    parser = CommandParser(prog="rapidformer new", description=about)
     parser.add_argument("kind", choices=("finetuner", "pretrainer", "trainer", "examples"), help="what to write")
     parser.add_argument("file", metavar="FILE", help="path of the new script, or of the new folder for examples")
     return parser

@@ -205,9 +205,8 @@ def _device() -> str:
     torch = importlib.import_module("torch")
     gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
     if gpus:
-        return "; ".join(
-            f"{p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GB" for p in gpus
-        )
+        texts = (f"{p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GB" for p in gpus)
+        return "; ".join(texts)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return f"CPU (torch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs only'})"

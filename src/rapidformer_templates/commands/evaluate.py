@@ -8,17 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rapidformer_templates.commands.saved_model import (
-    OF_ITS_DATA,
-    OF_THE_RUN,
-    WHERE,
-    Values,
-    in_workers,
-    parser_of_saved,
-    template_of_script,
-    weights_of_run,
-    words_of_saved,
-)
+from rapidformer_templates.commands import saved_model
 from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.data.finetuning.locating import flags_of_sets, locate, locate_part
 from rapidformer_templates.errors import ConfigError, MistakeCollector
@@ -59,8 +49,8 @@ WITHIN = {"data_name": "data_dir", "split": "data_path"}
 OPTIONS = (
     EvaluateFlags,
     subset_of_flags(
-        DataFlags, *WHERE, "text_column", "pair_column", "label_column", "max_eval_samples", "skip_bad_lines",
-        "micro_batch_size", micro_batch_size=None,
+        DataFlags, *saved_model.WHERE, "text_column", "pair_column", "label_column", "max_eval_samples",
+        "skip_bad_lines", "micro_batch_size", micro_batch_size=None,
     ),
     subset_of_flags(ModelFlags, "seq_length", "base", "trust_remote_code"),
     subset_of_flags(TrainingFlags, "task"),
@@ -74,7 +64,7 @@ OWN_METRICS = ("build_data", "compute_loss", "count_targets", "read_outputs", "c
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer evaluate``."""
-    return parser_of_saved("evaluate", DESCRIPTION, OPTIONS)
+    return saved_model.parser_of_saved("evaluate", DESCRIPTION, OPTIONS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,24 +76,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model, the data or a flag cannot be used.
     """
-    saved, values = words_of_saved(build_parser(), argv, OPTIONS)
+    saved, values = saved_model.words_of_saved(build_parser(), argv, OPTIONS)
     script: str | None = values.pop("user_script", None)
     part: str | None = values.pop("part", None)
     as_json: bool = values.pop("json", False)
-    names_data = any(name in values for name in WHERE)
+    names_data = any(name in values for name in saved_model.WHERE)
     own_data = not names_data and part in (None, "validation")
     metric_hooks = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
     if metric_hooks and script is None and "task" not in values:
-        raise ConfigError(
-            f"the run's script has its own {metric_hooks[0]}, which only the script knows",
-            where=str(saved.run),
-            hint="give --user-script; --task NAME with --data-dir and --data-name uses the metrics of a task",
-        )
-    of_a_run: Values = {"no_save": True, "lr": 0.0, "train_iters": 1}
+        message = f"the run's script has its own {metric_hooks[0]}, which only the script knows"
+        hint = "give --user-script; --task NAME with --data-dir and --data-name uses the metrics of a task"
+        raise ConfigError(message, where=str(saved.run), hint=hint)
+    of_a_run: saved_model.Values = {"no_save": True, "lr": 0.0, "train_iters": 1}
     if "data_path" in values and "split" not in values:
         of_a_run["split"] = "0,1,0"
     of_the_place = [place for name, place in WITHIN.items() if name in values and place not in values]
-    of_its_data = OF_ITS_DATA if own_data else of_the_place if names_data else WHERE
+    of_its_data = saved_model.OF_ITS_DATA if own_data else of_the_place if names_data else saved_model.WHERE
     if not script:
         config = _config(saved, {**of_a_run, **values}, of_its_data)
         _check_files(config, part, own_data=own_data)
@@ -112,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rapidformer_templates.trainer import Trainer
 
     if script:
-        left_out = {"global_batch_size", "evaluate_test", *OF_ITS_DATA}.difference(of_its_data)
-        template = template_of_script(script, saved, left_out, values, **of_a_run)
+        left_out = {"global_batch_size", "evaluate_test", *saved_model.OF_ITS_DATA}.difference(of_its_data)
+        template = saved_model.template_of_script(script, saved, left_out, values, **of_a_run)
     else:
         template = Trainer([])
         template.set_config(config)
@@ -128,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> int:
         check()
-        reference, weights = (None, weights_of_run(saved)) if script else (_reference(saved, template), None)
+        weights = saved_model.weights_of_run(saved) if script else None
+        reference = None if script else _reference(saved, template)
         metrics = evaluate(
             template,
             reference,
@@ -139,10 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(saved, metrics, as_json=as_json, is_run=script is not None)
         return 0
 
-    return in_workers(template.config.launch.nproc_per_node, template.config.launch.master_port, check, body)
+    return saved_model.in_workers(
+        template.config.launch.nproc_per_node, template.config.launch.master_port, check, body
+    )
 
 
-def _config(saved: SavedModel, values: Values, of_its_data: Sequence[str]) -> RunConfig:
+def _config(saved: SavedModel, values: saved_model.Values, of_its_data: Sequence[str]) -> RunConfig:
     """Return the flags of the evaluation as the configuration of a run that does not train.
 
     Args:
@@ -151,7 +142,7 @@ def _config(saved: SavedModel, values: Values, of_its_data: Sequence[str]) -> Ru
     Raises:
         ConfigError: no data is named and the run has none.
     """
-    config = saved.config((*OF_THE_RUN, *of_its_data), **values)
+    config = saved.config((*saved_model.OF_THE_RUN, *of_its_data), **values)
     if not config.data.is_named:
         hint = "name data with --data-dir and --data-name"
         raise ConfigError("no data is named, and there is no run to take it from", where="--data-dir", hint=hint)
@@ -189,11 +180,9 @@ def _reference(saved: SavedModel, template: Trainer) -> Callable[[], nn.Module] 
         return None
     start = saved.values.get("pretrained_model_name_or_path")
     if start is None or "load" in saved.values:
-        raise ConfigError(
-            "the reference model that preferences are measured against is unknown",
-            where="RUN",
-            hint="evaluate the run folder of a run that began with --pretrained-model-name-or-path",
-        )
+        message = "the reference model that preferences are measured against is unknown"
+        hint = "evaluate the run folder of a run that began with --pretrained-model-name-or-path"
+        raise ConfigError(message, where="RUN", hint=hint)
     from rapidformer_templates.data.tasks import load_task
 
     # --base names the base of the run's adapters. With adapters, the run began with their base.
@@ -222,7 +211,5 @@ def _show(saved: SavedModel, metrics: dict[str, float], *, as_json: bool, is_run
     console().print(table)
     coding, _ = saved.values.get("quantize_base", (None, ""))
     if coding and not is_run:
-        print(
-            f"note: the run rounded its base with --quantize-base {coding}. Here the base is used as it is in its "
-            "files, so these numbers differ a little from those of the run."
-        )
+        here = "Here the base is used as it is in its files, so these numbers differ a little from those of the run."
+        print(f"note: the run rounded its base with --quantize-base {coding}. {here}")

@@ -48,17 +48,10 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer explain``, for its help and for completion."""
-    parser = CommandParser(
-        prog="rapidformer explain",
-        description="Print a rule, the reason for it, an example that breaks it, and what to do instead.",
-        epilog="example: rapidformer explain RF006",
-    )
-    parser.add_argument(
-        "code",
-        nargs="?",
-        metavar="CODE",
-        help="code of the rule, such as RF006 or 6, or a word of titles (default: list all rules)",
-    )
+    about = "Print a rule, the reason for it, an example that breaks it, and what to do instead."
+    parser = CommandParser(prog="rapidformer explain", description=about, epilog="example: rapidformer explain RF006")
+    text = "code of the rule, such as RF006 or 6, or a word of titles (default: list all rules)"
+    parser.add_argument("code", nargs="?", metavar="CODE", help=text)
     return parser
 
 

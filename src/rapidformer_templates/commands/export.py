@@ -45,14 +45,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"{run.path} does not exist", where="RUN", hint="name the --save folder of a run")
     adapters = next((f for f in (run.export, run.path) if (f / ADAPTERS).is_file()), None)
     if options.base and not options.merge:
-        raise ConfigError(
-            "only --merge reads the base of adapters", where="--base", hint="add --merge, or leave it out"
-        )
+        message = "only --merge reads the base of adapters"
+        raise ConfigError(message, where="--base", hint="add --merge, or leave it out")
     if options.step is None and options.merge and adapters:
         output = _output(options, adapters.with_name("merged"), reads=adapters)
         _merge(adapters, output, options.base)
     elif options.step is None and run.export.is_dir() and not options.output:
-        raise _nothing_to_export(run, options.merge, adapters)
+        if options.merge:
+            message = f"{run.path} holds no adapters"
+            raise ConfigError(message, where="RUN", hint=f"a whole model is in its {run.export.name}/")
+        if adapters:
+            message = f"{adapters} already holds the adapters, as peft reads them"
+            raise ConfigError(message, hint="--merge writes the whole model")
+        steps = ", ".join(map(str, _steps(run))) or "none is kept"
+        hint = f"--step N exports another checkpoint: {steps}"
+        raise ConfigError(f"{run.export} already holds the model", where="RUN", hint=hint)
     else:
         output = _export(run, options)
     print(f"wrote {output}")
@@ -69,44 +76,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", metavar="RUN", help="run folder; for --merge also a folder of adapters")
     what = parser.add_argument_group("what to export")
-    what.add_argument(
-        "--step", type=int, metavar="N", help="the checkpoint of step N (default: the best one, else the newest)"
-    )
+    text = "the checkpoint of step N (default: the best one, else the newest)"
+    what.add_argument("--step", type=int, metavar="N", help=text)
     what.add_argument("--merge", action="store_true", help="add adapters to the weights of their base")
-    what.add_argument(
-        "--base", metavar="FOLDER", help="with --merge: folder of the base (default: the one that the adapters name)"
-    )
+    text = "with --merge: folder of the base (default: the one that the adapters name)"
+    what.add_argument("--base", metavar="FOLDER", help=text)
     where = parser.add_argument_group("where to")
-    where.add_argument(
-        "--output", metavar="FOLDER", help="folder to write (default: RUN/export, with --merge RUN/merged; and -step-N)"
-    )
+    text = "folder to write (default: RUN/export, with --merge RUN/merged; and -step-N)"
+    where.add_argument("--output", metavar="FOLDER", help=text)
     where.add_argument("--overwrite", action="store_true", help="replace an existing export")
     return parser
-
-
-def _nothing_to_export(run: RunFolder, merge: bool, adapters: Path | None) -> ConfigError:
-    if merge:
-        return ConfigError(
-            f"{run.path} holds no adapters", where="RUN", hint=f"a whole model is in its {run.export.name}/"
-        )
-    if adapters:
-        return ConfigError(
-            f"{adapters} already holds the adapters, as peft reads them", hint="--merge writes the whole model"
-        )
-    steps = ", ".join(map(str, _steps(run))) or "none is kept"
-    hint = f"--step N exports another checkpoint: {steps}"
-    return ConfigError(f"{run.export} already holds the model", where="RUN", hint=hint)
 
 
 def _export(run: RunFolder, options: argparse.Namespace) -> Path:
     """Export a checkpoint and return the output folder."""
     step, why = step_to_export(run, options.step, merge=options.merge)
     if not run.model.is_dir():
-        raise ConfigError(
-            f"{run.path} does not say what its model is: it was made by an earlier version",
-            where="RUN",
-            hint="finish it with --resume, which exports it",
-        )
+        message = f"{run.path} does not say what its model is: it was made by an earlier version"
+        raise ConfigError(message, where="RUN", hint="finish it with --resume, which exports it")
     is_adapted = (run.model / ADAPTERS).is_file()
     if options.merge and not is_adapted:
         raise ConfigError(f"{run.path} trains no adapters", where="--merge", hint="leave it out")
@@ -172,9 +159,8 @@ def step_to_export(run: RunFolder, step: int | None, *, merge: bool) -> tuple[in
         raise ConfigError(f"{run.path} holds {what}", where="RUN", hint=hint)
     if step is not None and step not in steps:
         existing = ", ".join(map(str, steps))
-        raise ConfigError(
-            f"{run.path} holds no checkpoint of step {step}", where="--step", hint=f"there is: {existing}"
-        )
+        message = f"{run.path} holds no checkpoint of step {step}"
+        raise ConfigError(message, where="--step", hint=f"there is: {existing}")
     if step is not None:
         return step, ""
     try:

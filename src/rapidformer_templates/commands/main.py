@@ -194,12 +194,8 @@ def template_of(argv: Sequence[str]) -> type[Trainer]:
 
 
 def _template(name: str) -> type[Trainer]:
-    from rapidformer_templates.finetuner import Finetuner
-    from rapidformer_templates.pretrainer import Pretrainer
-    from rapidformer_templates.trainer import Trainer
-
-    kinds: dict[str, type[Trainer]] = {"Trainer": Trainer, "Pretrainer": Pretrainer, "Finetuner": Finetuner}
-    return kinds[name]
+    template: type[Trainer] = load_object(f"rapidformer_templates.{name.lower()}:{name}")
+    return template
 
 
 def all_flags_parser() -> FlagParser:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.errors import ConfigError, HubUnreachable, Refused, counted
@@ -33,8 +33,6 @@ from rapidformer_templates.switches.auto_strategy.results import TrainingTerms
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rapidformer_templates.run.run import Template
     from rapidformer_templates.switches.auto_strategy.command import MeasurePlan
     from rapidformer_templates.switches.auto_strategy.model_of_flags import ModelSource
@@ -117,16 +115,12 @@ class PlanFlags:
             ConfigError: two flags say the same.
         """
         if self.json and self.yaml:
-            raise ConfigError(
-                "--json and --yaml both say what to print", where="command line", hint="leave one of them out"
-            )
+            message = "--json and --yaml both say what to print"
+            raise ConfigError(message, where="command line", hint="leave one of them out")
         lengths = [name for name in ("train_iters", "epochs") if getattr(config.training, name) is not None]
         if self.tokens is not None and lengths:
-            raise ConfigError(
-                f"--tokens and {spelling(lengths[0])} both set the length of the training",
-                where=config.origin(lengths[0]),
-                hint="leave one of them out",
-            )
+            message = f"--tokens and {spelling(lengths[0])} both set the length of the training"
+            raise ConfigError(message, where=config.origin(lengths[0]), hint="leave one of them out")
         counts = self.world_size.counts if self.world_size else ()
         if len(counts) > 1 and (not config.get("auto_strategy") or self.compare):
             other = "--auto-strategy and without --compare"
@@ -220,9 +214,8 @@ def _planned_environment(environment: Environment, config: RunConfig, options: P
         if kind is not None:
             raise ConfigError("--device-kind and --device-file both describe the devices", hint="leave one of them out")
         if device not in ("auto", file.device):
-            raise ConfigError(
-                f"{options.device_file} describes {file.device}, not --device {device}", hint="leave --device out"
-            )
+            message = f"{options.device_file} describes {file.device}, not --device {device}"
+            raise ConfigError(message, hint="leave --device out")
         return dataclasses.replace(
             environment,
             device=file.device,
@@ -297,12 +290,8 @@ def _engine_measure(template: Template, source: ModelSource | None, where: str) 
 Check = Callable[[RunConfig], object]
 
 
-class AboutScript(TypedDict):
-    """Facts about a script that its plan includes."""
-
-    file: str
-    template: str
-    hooks: Sequence[str]
+AboutScript = dict[str, Any]
+"""Facts about a script that its plan includes: its ``file``, ``template`` and ``hooks``."""
 
 
 def _show_resolved(
@@ -332,9 +321,8 @@ def _show_resolved(
     except Refused as refused:
         if not options.json:
             raise
-        print(
-            json.dumps({"ok": False, "errors": [diagnostic.to_json() for diagnostic in refused.diagnostics]}, indent=2)
-        )
+        errors = [diagnostic.to_json() for diagnostic in refused.diagnostics]
+        print(json.dumps({"ok": False, "errors": errors}, indent=2))
         return refused.exit_status
     for check in checks:
         check(config)
@@ -350,15 +338,9 @@ def _show_resolved(
     if options.terms:
         from rapidformer_templates.switches.auto_strategy.command import predict_run
 
-        more["prediction"], predicted = predict_run(
-            plan,
-            config,
-            detected,
-            options.terms,
-            source,
-            measure,
-            own_optimizer=bool(script and "build_optimizer" in script["hooks"]),
-        )
+        own = bool(script and "build_optimizer" in script["hooks"])
+        arguments = (plan, config, detected, options.terms, source, measure)
+        more["prediction"], predicted = predict_run(*arguments, own_optimizer=own)
         lines += predicted
     if options.json:
         print(json.dumps({"ok": True, "plan": plan.to_json(), **more}, indent=2))
@@ -424,26 +406,17 @@ def show_plan(plan: Plan) -> None:
     for name, value in plan.values.items():
         if name != "template":
             values.add_row(name, str(value["value"]), value["origin"])
-    terminal = console()
-    terminal.print(table)
-    if plan.groups:
-        terminal.print(_groups(plan))
-    if values.row_count:
-        terminal.print(values)
-    for note in plan.notes:
-        print(f"note: {note}")
-
-
-def _groups(plan: Plan) -> Table:
-    """Return a table of rank 0's groups: their ranks, their exchanges, and whether these cross nodes."""
-    from rich.table import Table
-
-    table = Table(
-        "group", "workers", "ranks", "reaches over", "exchanges", title="Groups of rank 0", title_justify="left"
-    )
+    # Rank 0's groups: their ranks, their exchanges, and whether these cross nodes.
+    headings = ("group", "workers", "ranks", "reaches over", "exchanges")
+    groups = Table(*headings, title="Groups of rank 0", title_justify="left")
     for group in plan.groups:
         ranks = list(map(str, range(0, group.size * group.stride, group.stride)))
         shown = ", ".join(ranks if group.size < 5 else [*ranks[:2], "…", ranks[-1]])
         reach = "one node" if group.nodes == 1 else f"{group.nodes} nodes"
-        table.add_row(group.name, str(group.size), shown, reach, group.exchanges)
-    return table
+        groups.add_row(group.name, str(group.size), shown, reach, group.exchanges)
+    terminal = console()
+    for shown_table in (table, groups, values):
+        if shown_table.row_count:
+            terminal.print(shown_table)
+    for note in plan.notes:
+        print(f"note: {note}")

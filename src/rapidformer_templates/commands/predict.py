@@ -5,23 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rapidformer_templates.commands.saved_model import (
-    OF_ITS_DATA,
-    GenerationFlags,
-    Values,
-    generation_of,
-    in_workers,
-    model_on_device,
-    parser_of_saved,
-    template_of_script,
-    weights_of_run,
-    words_of_saved,
-)
+from rapidformer_templates.commands import saved_model
 from rapidformer_templates.data.finetuning.column_names import check_input_columns
 from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.errors import ConfigError, DataError, MistakeCollector
@@ -39,7 +28,6 @@ from rapidformer_templates.system import launch
 if TYPE_CHECKING:
     from rapidformer_templates.data.finetuning.tables import DataPart
     from rapidformer_templates.data.tasks.base import Inputs, Task
-    from rapidformer_templates.data.text.files import Row
     from rapidformer_templates.data.types import Data
 
 DESCRIPTION = """Predict each row of a file with the exported model of a run, or with any model of transformers.
@@ -71,11 +59,11 @@ class PredictFlags(FileFlags):
 
 
 @dataclass(frozen=True)
-class PredictOptions(FileFlags, GenerationFlags):
+class PredictOptions(FileFlags, saved_model.GenerationFlags):
     """The options of the command that are not flags of a run. ``--overwrite`` is a flag of a run."""
 
     @classmethod
-    def split_from(cls, values: Values) -> PredictOptions:
+    def split_from(cls, values: saved_model.Values) -> PredictOptions:
         """Remove these options from the values of the command line."""
         in_code = {f.name: (values.pop(f.name), COMMAND_LINE) for f in dataclasses.fields(cls) if f.name in values}
         options: PredictOptions = parse([], REGISTRY.options(), user=cls, in_code=in_code).user
@@ -87,7 +75,7 @@ AT_ONCE = {"micro_batch_size": 8}
 
 OPTIONS = (
     PredictFlags,
-    GenerationFlags,
+    saved_model.GenerationFlags,
     subset_of_flags(
         DataFlags, "text_column", "pair_column", "label_column", "skip_bad_lines", "micro_batch_size", **AT_ONCE
     ),
@@ -100,7 +88,7 @@ OPTIONS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer predict``."""
-    return parser_of_saved("predict", DESCRIPTION, OPTIONS)
+    return saved_model.parser_of_saved("predict", DESCRIPTION, OPTIONS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,11 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model, the input or a flag cannot be used.
     """
-    saved, values = words_of_saved(build_parser(), argv, OPTIONS, _check_files)
+    saved, values = saved_model.words_of_saved(build_parser(), argv, OPTIONS, _check_files)
     options, script = PredictOptions.split_from(values), values.pop("user_script", None)
     if script:
         return _predict_by_script(script, saved, options, values)
-    names = (*OF_THE_SAMPLES, *(("seed", *OF_ITS_DATA) if options.part else ()))
+    names = (*OF_THE_SAMPLES, *(("seed", *saved_model.OF_ITS_DATA) if options.part else ()))
     config = saved.config(names, **{**AT_ONCE, "evaluate_test": options.part == TEST, **values})
     columns = saved.decisions(config.training.task).get("columns") or {}
     mistakes = MistakeCollector()
@@ -132,12 +120,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> int:
         with explained_without_plan(str(saved.folder), "a smaller --micro-batch-size, or a device with more memory"):
-            return _predict(config, options, *read())
+            _predict(config, options, *read())
+        return 0
 
-    return in_workers(config.launch.nproc_per_node, config.launch.master_port, read, body)
+    return saved_model.in_workers(config.launch.nproc_per_node, config.launch.master_port, read, body)
 
 
-def _check_files(values: Values) -> None:
+def _check_files(values: saved_model.Values) -> None:
     """Check that the input exists, and that the output can be written.
 
     Raises:
@@ -170,10 +159,10 @@ def _check_files(values: Values) -> None:
     mistakes.raise_all()
 
 
-def _predict_by_script(script: str, saved: SavedModel, options: PredictOptions, values: Values) -> int:
+def _predict_by_script(script: str, saved: SavedModel, options: PredictOptions, values: saved_model.Values) -> int:
     """Predict with the hooks of a script, in this process."""
-    left_out = ("global_batch_size", *(() if options.part else OF_ITS_DATA))
-    template = template_of_script(script, saved, left_out, values, evaluate_test=options.part == TEST)
+    left_out = ("global_batch_size", *(() if options.part else saved_model.OF_ITS_DATA))
+    template = saved_model.template_of_script(script, saved, left_out, values, evaluate_test=options.part == TEST)
     config = template.config
     if (config.launch.nproc_per_node or 1) > 1:
         message = "--user-script predicts in one process"
@@ -186,14 +175,12 @@ def _predict_by_script(script: str, saved: SavedModel, options: PredictOptions, 
     if template.reads_task_data and not options.part:
         template.task.load_label_state(saved.decisions(config.training.task))
     run = inference.build_single_process(template, None)
-    load_exported(run, weights_of_run(saved))
-    generation, rows = generation_of(options, config), config.data.micro_batch_size
+    load_exported(run, saved_model.weights_of_run(saved))
+    generation, rows = saved_model.generation_of(options, config), config.data.micro_batch_size
     if run.task is None:
         samples = _own_samples(run.data, options.part)
-        records = [
-            record.tolist() if hasattr(record, "tolist") else record
-            for record in inference.predict(template, run, samples, rows, generation)
-        ]
+        predictions = inference.predict(template, run, samples, rows, generation)
+        records = [record.tolist() if hasattr(record, "tolist") else record for record in predictions]
         _finish(options, [{"sample": place} for place in range(len(samples))], records)
         return 0
     part = read_rows(config, options, run.task.text_column)
@@ -251,9 +238,8 @@ def read_rows(config: RunConfig, options: PredictOptions, text_column: str) -> D
         hint = f"use {', '.join(('.txt', *ROW_READERS))}"
         raise DataError(f"files {path.suffix or 'without an ending'} are not read", where="--input", hint=hint)
     if KEY in part.table.column_names:
-        raise DataError(
-            f"there is a column '{KEY}' already", where=str(path), hint="rename it: the output adds this column"
-        )
+        message = f"there is a column '{KEY}' already"
+        raise DataError(message, where=str(path), hint="rename it: the output adds this column")
     if bad.skipped:
         print(describe_skipped(add_by_reason({}, bad.skipped)), file=sys.stderr)
     return part
@@ -276,47 +262,36 @@ def _part_of_run(config: RunConfig, part: str) -> DataPart:
     return rows
 
 
-def _predict(config: RunConfig, options: PredictOptions, task: Task, part: DataPart, inputs: Inputs) -> int:
+def _predict(config: RunConfig, options: PredictOptions, task: Task, part: DataPart, inputs: Inputs) -> None:
     from rapidformer_templates.models.architectures import choose_frequencies
     from rapidformer_templates.run.predictions import predict_inputs
     from rapidformer_templates.system.terminal import ProgressBar
 
-    with model_on_device(task, config) as (model, workers):
+    with saved_model.model_on_device(task, config) as (model, workers):
         choose_frequencies(model, config.model.seq_length)
         with ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar:
             records = predict_inputs(
-                task, model, inputs, config.data.micro_batch_size, generation_of(options, config), workers,
+                task, model, inputs, config.data.micro_batch_size, saved_model.generation_of(options, config), workers,
                 lambda count: bar.advance(count, lambda: ""),
             )  # fmt: skip
         if workers.is_main:
             _finish(options, part.table, records)
         workers.barrier()
-    return 0
 
 
 def _finish(options: PredictOptions, rows: Iterable[Mapping[str, object]], records: Sequence[object]) -> None:
-    """Write the rows with their predictions, and say so."""
-    from rapidformer_templates.system.files import finite
+    """Write the rows with their predictions, and say so. The output is renamed when it is complete."""
+    from rapidformer_templates.data.text.files import write_rows
+    from rapidformer_templates.system.files import finite, sync, writing
 
     output, plain = Path(str(options.output)), [finite(record) for record in records]
-    _write(output, rows, plain)
+    temporary = output.with_name(output.name + ".tmp")
+    with writing(output):
+        merged = ({**row, KEY: record} for row, record in zip(rows, plain, strict=True))
+        write_rows(temporary, output, ({name: finite(value) for name, value in row.items()} for row in merged))
+        sync(temporary)
+        temporary.rename(output)
     print(f"wrote {output}: {len(records):,} rows")
     if broken := sum(one != record for one, record in zip(plain, records, strict=True)):
         note = "hold infinite numbers or NaN, written as null: check the model"
         print(f"warning: the predictions of {broken:,} rows {note}", file=sys.stderr)
-
-
-def _write(output: Path, rows: Iterable[Mapping[str, object]], records: Sequence[object]) -> None:
-    """Write the records to a temporary file and rename it, so that the output is never incomplete."""
-    from rapidformer_templates.data.text.files import write_rows
-    from rapidformer_templates.system.files import finite, sync, writing
-
-    temporary = output.with_name(output.name + ".tmp")
-    with writing(output):
-        written: Iterator[Row] = (
-            {name: finite(value) for name, value in {**row, KEY: record}.items()}
-            for row, record in zip(rows, records, strict=True)
-        )
-        write_rows(temporary, output, written)
-        sync(temporary)
-        temporary.rename(output)

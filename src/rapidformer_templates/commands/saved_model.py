@@ -61,9 +61,8 @@ WHERE = ("data_dir", "data_name", "data_path", "split")
 """Flags that name data other than the run's."""
 
 OF_ITS_DATA = (
-    *(*WHERE, "validation_fraction", "max_train_samples", "max_eval_samples", "streaming"),
-    "shuffle_buffer",
-    "eval_data_name",
+    *(*WHERE, "validation_fraction", "max_train_samples", "max_eval_samples"),
+    *("streaming", "shuffle_buffer", "eval_data_name"),
 )
 """Flags of the run that select its validation data."""
 
@@ -136,9 +135,8 @@ def template_of_script(
         ConfigError: the folder is not one of a run, or the script trains nothing.
     """
     if saved.run is None:
-        raise ConfigError(
-            f"{saved.folder} is not of a run", where="--user-script", hint="name the --save folder of the script's run"
-        )
+        message = f"{saved.folder} is not of a run"
+        raise ConfigError(message, where="--user-script", hint="name the --save folder of the script's run")
     template = cast("Trainer", capture_template(script, [], lambda template: template))
     config, user = template.config, type(template).Flags
     kinds = [ModelFlags, DataFlags, *(type(config.switches[s.name]) for s in REGISTRY.switches if s.exported)]

@@ -69,11 +69,9 @@ class OwnLoop:
         if optimizer is not None:
             template.build_optimizer()  # refuse an unusable optimizer before a worker starts
         if template.config.get("pipeline_model_parallel_size") != 1:
-            raise ConfigError(
-                "a pipeline has no output of the whole model to compute a loss from",
-                where=template.config.origin("pipeline_model_parallel_size"),
-                hint="write a Trainer with compute_loss(model, batch), or rapidformer_templates.compose()",
-            )
+            message = "a pipeline has no output of the whole model to compute a loss from"
+            hint = "write a Trainer with compute_loss(model, batch), or rapidformer_templates.compose()"
+            raise ConfigError(message, where=template.config.origin("pipeline_model_parallel_size"), hint=hint)
         self.session: Session = open_session(template, None, None, reads_flags=True)
         self._script_loader = script_loader
         self._loader = SharedLoader(
@@ -128,9 +126,8 @@ class OwnLoop:
             self._is_open, self.is_last = True, number == len(batches)
             yield batch
             if self._is_open:
-                raise RapidformerError(
-                    "the loop took the next batch without engine.backward(loss)", hint="call it once for each batch"
-                )
+                message = "the loop took the next batch without engine.backward(loss)"
+                raise RapidformerError(message, hint="call it once for each batch")
             if self._step is not None and self.is_last:
                 sizes = self.session.plan.sizes
                 raise RapidformerError(
@@ -170,9 +167,8 @@ class OwnLoop:
     def backward(self, loss: object) -> None:
         """Run the backward of the batch from the script's loss."""
         if not self._is_open:
-            raise RapidformerError(
-                "engine.backward(loss) without a batch of the composed loader", hint="call it once for each batch"
-            )
+            message = "engine.backward(loss) without a batch of the composed loader"
+            raise RapidformerError(message, hint="call it once for each batch")
         self._is_open = False
         with self._part_of_step() as step:
             step.backward(loss)
@@ -345,10 +341,9 @@ def checked_loader(loader: object) -> DataLoader[Batch]:
     try:
         len(loader)
     except TypeError:
-        raise ConfigError(
-            "the length of a pass is unknown: the sampler of the train_dataloader has no __len__", where=WHERE,
-            hint="write __len__(self) for the sampler: the number of samples, or of batches, that it draws",
-        ) from None  # fmt: skip
+        message = "the length of a pass is unknown: the sampler of the train_dataloader has no __len__"
+        hint = "write __len__(self) for the sampler: the number of samples, or of batches, that it draws"
+        raise ConfigError(message, where=WHERE, hint=hint) from None
     return loader
 
 

@@ -113,10 +113,9 @@ class RapidformerEngine:
         """
         model = model if model is not None else model_obj
         if model is None or train_dataloader is None:
-            raise ConfigError(
-                "engine.compose needs the model and the train_dataloader: a step is made of the loader's batches",
-                hint="engine.compose(model=…, optimizer=…, lr_scheduler_fn=…, train_dataloader=…)",
-            )
+            message = "engine.compose needs the model and the train_dataloader: a step is made of the loader's batches"
+            hint = "engine.compose(model=…, optimizer=…, lr_scheduler_fn=…, train_dataloader=…)"
+            raise ConfigError(message, hint=hint)
         self._loop = OwnLoop(self, model, optimizer, lr_scheduler_fn, train_dataloader, count_targets)
         parts = (self._loop.model, self._loop.optimizer, lr_scheduler_fn and self._loop.scheduler, self._loop)
         evaluates = None if eval_dataloader is None else OnDevice(eval_dataloader, self._loop.session)
@@ -190,9 +189,8 @@ class _OneBatch(dict[str, Any]):
 
     def __next__(self) -> dict[str, Any]:
         if self.is_consumed:
-            raise RapidformerError(
-                "run_forward_step takes a second batch", hint="one call is one micro batch: --global-batch-size"
-            )
+            message = "run_forward_step takes a second batch"
+            raise RapidformerError(message, hint="one call is one micro batch: --global-batch-size")
         self.is_consumed = True
         return dict(self)
 
@@ -236,11 +234,9 @@ class _Template:
             hooks["compute_metrics"] = lambda template, predictions, references: self._metrics(template)
         instance: Trainer = type(type(self).__name__, (self.template_class,), hooks)(self.engine.words)
         if self._has("run_compute_metrics") and instance.config.get("pipeline_model_parallel_size") != 1:
-            raise ConfigError(
-                "run_compute_metrics calls the whole model, which no stage of a pipeline has",
-                where=instance.config.origin("pipeline_model_parallel_size"),
-                hint="write a Trainer with read_outputs(outputs, batch) and compute_metrics(predictions, references)",
-            )
+            message = "run_compute_metrics calls the whole model, which no stage of a pipeline has"
+            hint = "write a Trainer with read_outputs(outputs, batch) and compute_metrics(predictions, references)"
+            raise ConfigError(message, where=instance.config.origin("pipeline_model_parallel_size"), hint=hint)
         engine.template = instance
 
     def train(self) -> dict[str, Any]:
@@ -266,10 +262,8 @@ class _Template:
         counts = _counts(template) if inspect.signature(provider).parameters else None
         parts = tuple(provider() if counts is None else provider(counts))
         if len(parts) not in (3, 4):
-            raise RapidformerError(
-                f"train_valid_test_datasets_provider returned {len(parts)} values",
-                hint="return the training, validation and test set, and a collate function if there is one",
-            )
+            hint = "return the training, validation and test set, and a collate function if there is one"
+            raise RapidformerError(f"train_valid_test_datasets_provider returned {len(parts)} values", hint=hint)
         train, valid, test = parts[:3]
         if counts is not None and train is not None:
             # A provider that takes numbers of samples returns them in their final order, as Megatron's data sets do.
@@ -281,10 +275,8 @@ class _Template:
         provided = self.model_optimizer_lr_scheduler_provider()  # type: ignore[attr-defined]
         model, optimizer, scheduler = provided if isinstance(provided, tuple) else (provided, None, None)
         if optimizer is None and scheduler is not None:
-            raise RapidformerError(
-                "model_optimizer_lr_scheduler_provider returned a scheduler without its optimizer",
-                hint="return both, or None for both and --lr-decay-style",
-            )
+            message = "model_optimizer_lr_scheduler_provider returned a scheduler without its optimizer"
+            raise RapidformerError(message, hint="return both, or None for both and --lr-decay-style")
         # Switches replace some parameters, so the recipe is made now, from those that the optimizer was created for.
         return model, optimizer and as_recipe(optimizer, model, {}), scheduler
 
@@ -425,10 +417,8 @@ class Arguments:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _library_flags() and value != self._config().get(name):
-            raise ConfigError(
-                f"args.{name} = {value!r} would change nothing: flags are read before the script sets it",
-                hint=f"give {spelling(name)} on the command line",
-            )
+            message = f"args.{name} = {value!r} would change nothing: flags are read before the script sets it"
+            raise ConfigError(message, hint=f"give {spelling(name)} on the command line")
         setattr(self._own, name, value)
 
 
@@ -448,9 +438,8 @@ def split_script_flags(words: Sequence[str], provider: ExtraArgs | None) -> tupl
         provider(parser)
     reserved = sorted({action.dest for action in parser._actions} & _library_flags())
     if reserved:
-        raise ConfigError(
-            f"{spelling(reserved[0])} is a flag of the library", where="extra_args_provider", hint="leave it out there"
-        )
+        message = f"{spelling(reserved[0])} is a flag of the library"
+        raise ConfigError(message, where="extra_args_provider", hint="leave it out there")
     return parser.parse_known_args(list(words))
 
 

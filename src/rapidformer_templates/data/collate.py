@@ -187,11 +187,9 @@ def pad_rows(rows: Sequence[np.ndarray], padding: int, length: int | None = None
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     longest = max(1, int(lengths.max()))  # models cannot take zero tokens, but an empty text has none
     if length is not None and longest > length:
-        raise DataError(
-            f"a row of {longest:,} tokens does not fit into a batch of length {length:,}",
-            where="collate",
-            hint="the lengths of the samples must be those that augment() leaves: see Data.lengths",
-        )
+        message = f"a row of {longest:,} tokens does not fit into a batch of length {length:,}"
+        hint = "the lengths of the samples must be those that augment() leaves: see Data.lengths"
+        raise DataError(message, where="collate", hint=hint)
     filled = np.arange(length or longest) < lengths[:, None]
     padded = np.full(filled.shape, padding, dtype=np.int64)
     padded[filled] = np.concatenate(rows)

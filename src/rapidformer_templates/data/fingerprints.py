@@ -13,8 +13,7 @@ import torch
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.indexed.blend import Blend, ShuffledEpochs
 from rapidformer_templates.data.loader import load
-from rapidformer_templates.data.order import BatchRequest
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.order import BatchRequest, Stream
 from rapidformer_templates.data.types import Batch, Data, Endless
 
 PROBES = 16

@@ -16,23 +16,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
+from rapidformer_templates.data import types
 from rapidformer_templates.data.collate import collate_to_shape
-from rapidformer_templates.data.order import BatchRequest, Order
-from rapidformer_templates.data.random_streams import Stream
-from rapidformer_templates.data.types import (
-    Batch,
-    Bookmark,
-    Data,
-    Endless,
-    SampleSet,
-    checked_batch,
-    collated,
-    size_function,
-)
+from rapidformer_templates.data.order import BatchRequest, Order, Stream
 from rapidformer_templates.system import accelerator
 
 
-def field_of(batch: Batch, name: str) -> torch.Tensor | None:
+def field_of(batch: types.Batch, name: str) -> torch.Tensor | None:
     """Return a tensor of a batch by name, or None if the batch has no names or no such tensor."""
     get: Callable[[str], torch.Tensor | None] | None = getattr(batch, "get", None)
     return get(name) if get else None
@@ -61,7 +51,7 @@ class MicroBatch:
         random_key: numbers that the random numbers of its forward depend on. None continues the stream of the worker.
     """
 
-    batch: Batch
+    batch: types.Batch
     samples: list[int]
     targets: float = 0
     idle: bool = False
@@ -69,7 +59,7 @@ class MicroBatch:
     mask_facts: dict[str, bool] = field(default_factory=dict)
     shown_tokens: int | None = None
     positions: Sequence[int] = ()
-    bookmark: Bookmark | None = None
+    bookmark: types.Bookmark | None = None
     random_key: tuple[int, ...] | None = None
 
     def inspect_masks(self) -> None:
@@ -123,10 +113,10 @@ class MicroBatch:
 class _Fetcher(Dataset[MicroBatch]):
     """A data set whose items are micro batches, so that loader processes collate them."""
 
-    def __init__(self, samples: SampleSet | Endless, data: Data) -> None:
+    def __init__(self, samples: types.SampleSet | types.Endless, data: types.Data) -> None:
         self.samples = samples
         self.augment = data.augment
-        self.collate = data.collate or partial(collated, default_collate, where="build_data()")
+        self.collate = data.collate or partial(types.collated, default_collate, where="build_data()")
 
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
         many = getattr(self.samples, "__getitems__", None)
@@ -139,9 +129,9 @@ class _Fetcher(Dataset[MicroBatch]):
             size = (len(items), request.tokens)
             positions = [*request.positions, *[-1] * (request.shape.rows - len(items))]
             return MicroBatch(batch, request.samples, idle=request.idle, size=size, positions=positions)
-        size_of = size_function(self.samples)
+        size_of = types.size_function(self.samples)
         return MicroBatch(
-            checked_batch(self.collate(items)),
+            types.checked_batch(self.collate(items)),
             request.samples,
             idle=request.idle,
             size=size_of(request.samples) if size_of else None,
@@ -177,7 +167,12 @@ def eval_requests(
 
 
 def load(
-    samples: SampleSet | Endless, data: Data, requests: Iterable[BatchRequest], *, workers: int, pin_memory: bool
+    samples: types.SampleSet | types.Endless,
+    data: types.Data,
+    requests: Iterable[BatchRequest],
+    *,
+    workers: int,
+    pin_memory: bool,
 ) -> Iterator[MicroBatch]:
     """Return micro batches for ``requests``. Loader processes make them, or this process if ``workers`` is 0."""
     fetcher = _Fetcher(samples, data)
@@ -247,11 +242,11 @@ def _wait_for_copy(microbatch: MicroBatch, copy_event: torch.Event) -> MicroBatc
     return microbatch
 
 
-def _leaves(batch: Batch) -> list[object]:
+def _leaves(batch: types.Batch) -> list[object]:
     return tree_leaves(batch.data if isinstance(batch, UserDict) else batch)
 
 
-def sample_lengths(samples: SampleSet, data: Data, *, training: bool) -> np.ndarray | None:
+def sample_lengths(samples: types.SampleSet, data: types.Data, *, training: bool) -> np.ndarray | None:
     """Return the lengths of the samples if known: ``Data.lengths``, the set's own, or those of ``input_ids``.
 
     A set whose ``lengths`` is None has samples of equal or unknown length.
@@ -265,7 +260,7 @@ def sample_lengths(samples: SampleSet, data: Data, *, training: bool) -> np.ndar
     return None
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: types.Batch, device: torch.device) -> types.Batch:
     """Move the tensors of a batch to ``device`` and keep everything else."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
@@ -278,5 +273,5 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         other = copy.copy(batch)
         other.data = to_device(batch.data, device)
         return other
-    move: Callable[[torch.device], Batch] | None = getattr(batch, "to", None)
+    move: Callable[[torch.device], types.Batch] | None = getattr(batch, "to", None)
     return move(device) if move else batch

@@ -110,17 +110,12 @@ def check_packable(model_type: str, flag: str, attention: str | None = None) -> 
         attention: transformers' name of the attention implementation, once the model is built.
     """
     if model_type not in PACKABLE:
-        raise ModelError(
-            f"{model_type} does not separate samples that share a row (or was never verified to)",
-            where=flag,
-            hint=f"leave it out, or choose one of {', '.join(PACKABLE)}",
-        )
+        message = f"{model_type} does not separate samples that share a row (or was never verified to)"
+        raise ModelError(message, where=flag, hint=f"leave it out, or choose one of {', '.join(PACKABLE)}")
     if attention is not None and attention not in PACKABLE_ATTENTION:
-        raise ModelError(
-            f"the attention implementation {attention} does not separate samples that share a row",
-            where=flag,
-            hint=f"leave it out, or build the model with one of {', '.join(PACKABLE_ATTENTION)}",
-        )
+        message = f"the attention implementation {attention} does not separate samples that share a row"
+        hint = f"leave it out, or build the model with one of {', '.join(PACKABLE_ATTENTION)}"
+        raise ModelError(message, where=flag, hint=hint)
 
 
 def check_packable_model(model: nn.Module, flag: str) -> None:

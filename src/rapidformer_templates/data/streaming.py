@@ -20,8 +20,7 @@ import numpy as np
 
 from rapidformer_templates.data.finetuning.messages import rows_with_texts
 from rapidformer_templates.data.fingerprints import checksum
-from rapidformer_templates.data.order import Order, spread
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.order import Order, Stream, spread
 from rapidformer_templates.data.text.bad_lines import BadLines, add_by_reason
 from rapidformer_templates.data.text.encoding import Encoder, EncodingJob, EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import NotEquivalent
@@ -367,11 +366,8 @@ class StreamOrder(Order):
 
     def depends_on(self) -> dict[str, object]:
         """Return what the samples of a step depend on."""
-        return {
-            "--seed": self.seed,
-            "--global-batch-size": self.global_batch,
-            "the stream": self.samples.identity,
-        }
+        identity = self.samples.identity
+        return {"--seed": self.seed, "--global-batch-size": self.global_batch, "the stream": identity}
 
 
 class WindowsOfDocuments:

@@ -163,22 +163,17 @@ def checked_data(data: object) -> Data:
     for name in several:
         # Refuse a name of a validation set that metrics cannot use.
         if not isinstance(name, str) or not (name == "" or SET_NAME.fullmatch(name)) or name == TEST:
-            raise DataError(
-                f"a validation set of build_data is called {name!r}",
-                where="Data(valid=…)",
-                hint="use letters, digits, '.', '_' and '-' in their names, and call none of them test",
-            )
+            hint = "use letters, digits, '.', '_' and '-' in their names, and call none of them test"
+            raise DataError(f"a validation set of build_data is called {name!r}", where="Data(valid=…)", hint=hint)
     sets = {"train": data.train, "test": data.test, **{f"valid {name}".strip(): one for name, one in several.items()}}
     for part, samples in sets.items():
         # A mapping has both, but its keys are columns or names of parts.
         indexed = isinstance(samples, Sized) and hasattr(samples, "__getitem__") and not isinstance(samples, Mapping)
         endless = part == "train" and isinstance(samples, Endless)
         if samples is not None and not indexed and not endless:
-            raise DataError(
-                f"the {part} samples of build_data are {kind_of(samples)}",
-                where=f"Data({part.split()[0]}=…)",
-                hint="give anything with len and integer indexing, one item per sample: a list, a datasets.Dataset",
-            )
+            message = f"the {part} samples of build_data are {kind_of(samples)}"
+            hint = "give anything with len and integer indexing, one item per sample: a list, a datasets.Dataset"
+            raise DataError(message, where=f"Data({part.split()[0]}=…)", hint=hint)
     for part in ("collate", "augment"):
         function = getattr(data, part)
         if function is not None and not callable(function):
@@ -207,6 +202,5 @@ def collated(collate: Callable[[list[S]], T], items: list[S], where: str) -> T:
         return collate(items)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"samples cannot be combined into a batch: {reason}", where=where, hint="give Data a collate function"
-        ) from error
+        message = f"samples cannot be combined into a batch: {reason}"
+        raise DataError(message, where=where, hint="give Data a collate function") from error

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel, masking_utils
 
 from rapidformer_templates.data.loader import MicroBatch, field_of
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.order import Stream
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.system.replaced_functions import Answer, patch_function

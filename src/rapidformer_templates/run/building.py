@@ -14,8 +14,7 @@ from torch.optim import SGD
 from transformers import PreTrainedModel
 
 from rapidformer_templates.data.loader import load, to_device
-from rapidformer_templates.data.order import BatchRequest
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.order import BatchRequest, Stream
 from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
 from rapidformer_templates.data.types import Endless, SampleSet, checked_data
 from rapidformer_templates.engines.assembly import Assembly, Building
@@ -41,12 +40,7 @@ from rapidformer_templates.run.out_of_memory import explained_while_building
 from rapidformer_templates.run.reference import allow_trial, provide_reference
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.step_errors import IndexLimits
-from rapidformer_templates.system.process_state import (
-    give_freed_memory_back,
-    keep_freed_memory,
-    measured_peak,
-    seed_all,
-)
+from rapidformer_templates.system import process_state
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import set_group_timeouts
 
@@ -61,9 +55,9 @@ def choose_allocation(plan: Plan) -> None:
     ways = {REGISTRY[name].freed_memory for name in plan.switches} | {"kept"}
     match next(way for way in FREED_MEMORY if way in ways):
         case "kept":
-            keep_freed_memory()
+            process_state.keep_freed_memory()
         case "given back":
-            give_freed_memory_back()
+            process_state.give_freed_memory_back()
 
 
 def prepare_switches(config: RunConfig, plan: Plan) -> None:
@@ -99,7 +93,7 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
         build_reference: builds the reference model for preferences, if it is not the initial model.
     """
     engine: Engine = load_object(run.plan.engine)(run.plan, run.workers, clip_grad=run.config.training.clip_grad)
-    with measured_peak(run.workers.device) as run.setup_peak:
+    with process_state.measured_peak(run.workers.device) as run.setup_peak:
         _set_up(run, engine)
 
         def frozen_reference() -> nn.Module:
@@ -151,7 +145,7 @@ def _set_up(run: Run, engine: Engine) -> None:
 
 def _build_model(run: Run, construction: ModelUnderConstruction | None) -> nn.Module:
     """Build the untrained model. Each call gives the same weights."""
-    seed_all(run.config.training.seed)
+    process_state.seed_all(run.config.training.seed)
     is_own = run.overrides("build_model")
     if not is_own and not (run.task and run.task.is_trained):
         check_not_quantized(run.config)
@@ -263,11 +257,9 @@ def _try_labels(run: Run, model: nn.Module) -> None:
 def _loss_of_one(run: Run, model: nn.Module) -> Any:
     """Compute the user's loss of the first sample."""
     if run.data.train is None:
-        raise ConfigError(
-            "a switch of this session must see the loss of one sample before the first step",
-            where=" → ".join(run.plan.switches),
-            hint="give compose() a batch of one sample: example=batch",
-        )
+        message = "a switch of this session must see the loss of one sample before the first step"
+        hint = "give compose() a batch of one sample: example=batch"
+        raise ConfigError(message, where=" → ".join(run.plan.switches), hint=hint)
     request = BatchRequest([0], (run.config.training.seed, Stream.TRIAL), [0])
     (microbatch,) = load(run.data.train, run.data, [request], workers=0, pin_memory=False)
     run.index_limits.check(microbatch, "training samples")

@@ -57,11 +57,9 @@ def read_config(
         prepare_config(config.model)
     name = library_template(template)
     if config.launch.template not in (None, name):
-        raise ConfigError(
-            f"this script's template is {name}, not {config.launch.template}",
-            where=f"--template ({config.origin('template')})",
-            hint=f"class {template.__name__}({config.launch.template}) is the way to change it",
-        )
+        message = f"this script's template is {name}, not {config.launch.template}"
+        hint = f"class {template.__name__}({config.launch.template}) is the way to change it"
+        raise ConfigError(message, where=f"--template ({config.origin('template')})", hint=hint)
     config = _completed(config, name)
     if config.get("auto_strategy"):
         return _with_planned_layout(template, config, "auto_strategy")
@@ -144,11 +142,8 @@ def _with_planned_layout(template: type[Template], config: RunConfig, requesting
         hook, hint = own[0], f"rapidformer plan {flag} --user-script … plans it: pass the flags that it shows"
         if "build_optimizer" in own:
             hook, hint = "build_optimizer", PLAN_ONE_LAYOUT
-        raise ConfigError(
-            f"{flag} cannot see what {template.__name__}.{hook} makes",
-            where=f"{flag} ({config.origin(requesting)})",
-            hint=hint,
-        )
+        message = f"{flag} cannot see what {template.__name__}.{hook} makes"
+        raise ConfigError(message, where=f"{flag} ({config.origin(requesting)})", hint=hint)
     if is_worker() and CHOSEN in os.environ:  # the process that started this one has searched
         chosen = json.loads(os.environ[CHOSEN])
         for name, (value, origin) in chosen["values"].items():

@@ -179,11 +179,9 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
     if name is None or name in names:
         return
     known = f"there are: {', '.join(names)}; your own compute_metrics can return others"
-    raise ConfigError(
-        f"{config.training.task if of_task else 'this run'} has no metric '{name}'",
-        where=f"--metric-for-best ({config.origin('metric_for_best')})",
-        hint=did_you_mean(name, names, known),
-    )
+    message = f"{config.training.task if of_task else 'this run'} has no metric '{name}'"
+    hint = did_you_mean(name, names, known)
+    raise ConfigError(message, where=f"--metric-for-best ({config.origin('metric_for_best')})", hint=hint)
 
 
 def check_mirror(url: str) -> None:
@@ -200,11 +198,8 @@ def check_mirror(url: str) -> None:
     except ImportError as error:
         raise ConfigError(f"{protocol}:// needs another package", where="--mirror", hint=str(error)) from error
     except ValueError as error:
-        raise ConfigError(
-            f"unknown kind of storage '{protocol}://'",
-            where="--mirror",
-            hint="give a URL such as s3://bucket/run, gs://bucket/run, abfs://container/run or file:///folder",
-        ) from error
+        hint = "give a URL such as s3://bucket/run, gs://bucket/run, abfs://container/run or file:///folder"
+        raise ConfigError(f"unknown kind of storage '{protocol}://'", where="--mirror", hint=hint) from error
 
 
 def check_folder(config: RunConfig) -> None:
@@ -225,11 +220,9 @@ def check_folder(config: RunConfig) -> None:
         for name, value in values.items() if training.overwrite else ():
             paths = value if isinstance(value, list | tuple) else [value]
             if any(isinstance(path, str) and folder.would_delete(path) for path in paths):
-                raise ConfigError(
-                    f"--overwrite would delete what {spelling(name)} reads, in {folder.path}",
-                    where=config.origin(name),
-                    hint="give another --save, or copy that elsewhere first",
-                )
+                message = f"--overwrite would delete what {spelling(name)} reads, in {folder.path}"
+                hint = "give another --save, or copy that elsewhere first"
+                raise ConfigError(message, where=config.origin(name), hint=hint)
         try_folder(folder.path)
         if training.mirror:
             check_mirror(training.mirror)

@@ -150,9 +150,8 @@ def _skeleton(described: Path) -> Assembly | None:
         return None
     config = read_config_of(described)
     kind = getattr(transformers, (config.architectures or [""])[0], None)
-    restore = next(
-        (m.restore for m in modules_of_changed_models() if hasattr(m, "restore") and m.is_marked(described)), None
-    )
+    restoring = (module for module in modules_of_changed_models() if hasattr(module, "restore"))
+    restore = next((module.restore for module in restoring if module.is_marked(described)), None)
     if kind is None:
         if restore:
             raise ModelError(
@@ -183,10 +182,8 @@ def _write(assembly: Assembly, weights: dict[str, torch.Tensor], files: TensorFi
 
 
 def _writer_of(assembly: Assembly) -> ModuleType | None:
-    return next(
-        (module for module in modules_of_changed_models() if hasattr(module, "writes") and module.writes(assembly)),
-        None,
-    )
+    writing = (module for module in modules_of_changed_models() if hasattr(module, "writes"))
+    return next((module for module in writing if module.writes(assembly)), None)
 
 
 def _config_of(model: PreTrainedModel) -> PreTrainedConfig:

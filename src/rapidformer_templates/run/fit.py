@@ -14,21 +14,20 @@ from rapidformer_templates.data.text.bad_lines import describe_skipped
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.errors import ConfigError, DataError, Interrupted, counted
 from rapidformer_templates.models.model_files import check_not_quantized
-from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import check_data_flags
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import TrainingFlags
-from rapidformer_templates.run import out_of_memory
+from rapidformer_templates.run import out_of_memory, scripts
 from rapidformer_templates.run.building import build_data, build_engine, choose_allocation, prepare_switches
 from rapidformer_templates.run.checkpoint.check import problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of, is_checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import show_plan, show_results, summarise
 from rapidformer_templates.run.early_checks import check_folder, check_metric
-from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import ExportedWeights, describe_model, export_model
 from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.hooks import restore_callbacks
+from rapidformer_templates.run.inference import Evaluator, Validation
 from rapidformer_templates.run.launch_from_python import Keep, train_sent
 from rapidformer_templates.run.lock import lock_folder
 from rapidformer_templates.run.loop import Loop
@@ -38,12 +37,6 @@ from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_numbers
 from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.saving import load_exported, restore_run, show_changes
-from rapidformer_templates.run.scripts import (
-    overridden_hooks,
-    record_outcome,
-    train_in_new_workers,
-    train_in_this_worker,
-)
 from rapidformer_templates.run.steps import best_metric, build_order
 from rapidformer_templates.run.watch import EXPORT
 from rapidformer_templates.system import launch
@@ -66,15 +59,15 @@ def fit(template: Template, then: AfterTraining | None = None, keep: Keep | None
     """
     if launch.is_worker():
         name, flags = type(template).__qualname__, dict(template.config.items())
-        return train_in_this_worker(name, flags, template.override_flags, lambda: join_and_train(template))
+        return scripts.train_in_this_worker(name, flags, template.override_flags, lambda: join_and_train(template))
     if (template.config.launch.nproc_per_node or 1) > 1:
-        return record_outcome(lambda: _train_in_workers(template, keep))
+        return scripts.record_outcome(lambda: _train_in_workers(template, keep))
 
     def train_alone() -> Summary:
         with kept_process_state():
             return join_and_train(template, then)
 
-    return record_outcome(train_alone)
+    return scripts.record_outcome(train_alone)
 
 
 def _train_in_workers(template: Template, keep: Keep | None) -> Summary:
@@ -89,7 +82,7 @@ def _train_in_workers(template: Template, keep: Keep | None) -> Summary:
     def attempt(count: int, changed: Flags) -> Summary:
         if keep is not None:
             return train_sent(template, changed, keep, count, port, variables, resumes)
-        return train_in_new_workers(name, {**dict(config.items()), **changed}, count, port, variables, resumes)
+        return scripts.train_in_new_workers(name, {**dict(config.items()), **changed}, count, port, variables, resumes)
 
     return run_with_restarts(template, attempt)
 
@@ -103,7 +96,7 @@ def _check_template(template: Template) -> None:
         if not template.computes_own_metrics:
             check_metric(template.config)
         task.check()
-    if "build_model" not in overridden_hooks(type(template)):
+    if "build_model" not in scripts.overridden_hooks(type(template)):
         check_not_quantized(template.config)
     check_push(template.config)
     create_repository(template.config)
@@ -122,7 +115,16 @@ def join_and_train(template: Template, then: AfterTraining | None = None) -> Sum
     """Train as one of several workers, or alone. ``then`` is called before the workers disconnect."""
     config = template.config
     if launch.is_worker():
-        _check_launcher_flags(config)
+        # Refuse flags that the launcher has decided otherwise.
+        requested, started = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
+        if requested is not None and started is not None and int(started) != requested:
+            message = f"the launcher has started {counted(int(started), 'worker')} on this machine, not {requested}"
+            hint = "leave the flag out: the launcher's own flag decides"
+            raise ConfigError(message, where=f"--nproc-per-node ({config.origin('nproc_per_node')})", hint=hint)
+        if "max_restarts" in config.origins and LAUNCHER not in os.environ:
+            message = "another launcher has started the workers, and only it can restart them"
+            hint = "give the flag to the launcher: torchrun --max-restarts N SCRIPT …"
+            raise ConfigError(message, where=f"--max-restarts ({config.origin('max_restarts')})", hint=hint)
     plan = template.plan
     choose_allocation(plan)
     if launch.is_worker() and launch.CHECKED not in os.environ and template.reads_task_data:
@@ -146,23 +148,6 @@ def join_and_train(template: Template, then: AfterTraining | None = None) -> Sum
     if name and folder and workers.is_main:
         print_lines(push_export(name, folder.export, summary["steps"]))
     return summary
-
-
-def _check_launcher_flags(config: RunConfig) -> None:
-    """Raise an error in a worker for flags that its launcher has decided otherwise."""
-    requested, started = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
-    if requested is not None and started is not None and int(started) != requested:
-        raise ConfigError(
-            f"the launcher has started {counted(int(started), 'worker')} on this machine, not {requested}",
-            where=f"--nproc-per-node ({config.origin('nproc_per_node')})",
-            hint="leave the flag out: the launcher's own flag decides",
-        )
-    if "max_restarts" in config.origins and LAUNCHER not in os.environ:
-        raise ConfigError(
-            "another launcher has started the workers, and only it can restart them",
-            where=f"--max-restarts ({config.origin('max_restarts')})",
-            hint="give the flag to the launcher: torchrun --max-restarts N SCRIPT …",
-        )
 
 
 @contextmanager

@@ -70,39 +70,24 @@ class RunFolder:
                 Or it is not a folder. Or the files to delete do not belong to a run, or are links.
         """
         if resume and overwrite:
-            raise ConfigError(
-                "--resume continues the run that --overwrite deletes",
-                where="--overwrite",
-                hint="leave one of them out",
-            )
+            message = "--resume continues the run that --overwrite deletes"
+            raise ConfigError(message, where="--overwrite", hint="leave one of them out")
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file", where="--save", hint="give a folder")
         existing = [name for name in CONTENTS if (self.path / name).exists()]
         if existing and not resume and not overwrite:
-            raise ConfigError(
-                f"{self.path} already holds a run ({', '.join(existing)})",
-                where="--save",
-                hint="--resume continues it, --overwrite empties it, another --save leaves it alone",
-            )
+            hint = "--resume continues it, --overwrite empties it, another --save leaves it alone"
+            raise ConfigError(f"{self.path} already holds a run ({', '.join(existing)})", where="--save", hint=hint)
 
-        if resume and self.metrics.is_dir():
-            raise ConfigError(
-                f"{self.metrics} is a folder", where="--save", hint="move it away: metrics are written there"
-            )
         is_run = self.plan.exists() or (self.path / TRASH).exists()  # or a run whose removal was interrupted
         if existing and overwrite and not is_run:
-            raise ConfigError(
-                f"{self.path} holds no run, and --overwrite would delete its {', '.join(existing)}",
-                where="--overwrite",
-                hint="give another --save, or move them elsewhere",
-            )
+            message = f"{self.path} holds no run, and --overwrite would delete its {', '.join(existing)}"
+            raise ConfigError(message, where="--overwrite", hint="give another --save, or move them elsewhere")
         links = [name for name in existing if (self.path / name).is_symlink()]
         if links and overwrite:
-            raise ConfigError(
-                f"{', '.join(links)} in {self.path} is a link, and nothing is deleted through links",
-                where="--overwrite",
-                hint="empty its target by hand and remove the link, or give another --save",
-            )
+            message = f"{', '.join(links)} in {self.path} is a link, and nothing is deleted through links"
+            hint = "empty its target by hand and remove the link, or give another --save"
+            raise ConfigError(message, where="--overwrite", hint=hint)
 
     def is_of_restarted_launch(self) -> bool:
         """Return whether torchrun has started this worker again, and this launch has written the folder.

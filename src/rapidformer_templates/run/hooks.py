@@ -187,11 +187,8 @@ def checked_callbacks(callbacks: Sequence[object]) -> tuple[Callback, ...]:
         if not isinstance(callback, Callback):
             is_class = isinstance(callback, type)
             what = f"the class {callback.__name__}" if is_class else kind_of(callback)
-            raise ConfigError(
-                f"callbacks[{number}] is {what}, not a Callback object",
-                where=where,
-                hint=hint if is_class else "derive its class from rapidformer_templates.Callback",
-            )
+            hint = hint if is_class else "derive its class from rapidformer_templates.Callback"
+            raise ConfigError(f"callbacks[{number}] is {what}, not a Callback object", where=where, hint=hint)
         for name in dir(callback):
             if CALLED_BY_A_LOOP.match(name) and name not in EVENTS and callable(getattr(callback, name)):
                 (near,) = alike(name, EVENTS, limit=1, cutoff=0.0)
@@ -213,11 +210,8 @@ def states_of(callbacks: Sequence[Callback]) -> CallbackStates:
         except (TypeError, ValueError):
             is_plain = False
         if not is_plain:
-            raise CheckpointError(
-                "the state of a callback cannot be saved",
-                where=f"{name}.state_dict()",
-                hint="return a dict of plain values: names to numbers, strings, lists and dicts of them",
-            )
+            hint = "return a dict of plain values: names to numbers, strings, lists and dicts of them"
+            raise CheckpointError("the state of a callback cannot be saved", where=f"{name}.state_dict()", hint=hint)
     return {name: state for name, state in states.items() if state}
 
 
@@ -227,11 +221,8 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: CallbackStates, work
     dropped, new = sorted(saved.keys() - named.keys()), sorted(states_of(callbacks).keys() - saved.keys())
     load_callback_states(callbacks, saved)
     if dropped:
-        say(
-            workers,
-            f"the checkpoint has a state of {', '.join(dropped)}, which this run does not have: it is lost",
-            loud=True,
-        )
+        line = f"the checkpoint has a state of {', '.join(dropped)}, which this run does not have: it is lost"
+        say(workers, line, loud=True)
     if new:
         say(workers, f"the checkpoint has no state of {', '.join(new)}: starting afresh", loud=True)
 

@@ -1,8 +1,12 @@
-"""Evaluation and prediction with a template, after training or without it: one plain model in this process."""
+"""Evaluation: the exact mean loss over a data set, and the task's metrics, also after the training or without it.
+
+After the training, and without it, a template evaluates and predicts with one plain model in this process.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +16,9 @@ import torch
 
 from rapidformer_templates.data.finetuning.tables import DataPart, LoadedDataset
 from rapidformer_templates.data.generation import Generation
-from rapidformer_templates.data.loader import eval_requests, load
+from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
 from rapidformer_templates.data.tasks.base import Task
-from rapidformer_templates.data.types import Data, kind_of
+from rapidformer_templates.data.types import Data, SampleSet, kind_of
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.engines.local import SingleEngine
@@ -23,11 +27,11 @@ from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.tasks import metric_name, metrics_of
 from rapidformer_templates.run.building import build_data, build_engine
-from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import exported_weights
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.hooks import checked_count, checked_predictions
+from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.run.predictions import (
     is_conversation,
     is_dataset,
@@ -39,9 +43,129 @@ from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.saved_model import exported_model
 from rapidformer_templates.run.step_errors import locate_index_errors
+from rapidformer_templates.run.watch import EVALUATION
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import kept_process_state
 from rapidformer_templates.system.workers import Workers
+
+
+class Evaluator:
+    """Evaluates the engine's model on one data set. The ranks share the work.
+
+    Args:
+        samples: the data set.
+        limit: number of samples per evaluation. None means all.
+        name: name of the set. Its metrics are reported as ``NAME/metric``, or without a prefix if the name is empty.
+        part: name under which the task knows the set, if it differs.
+    """
+
+    def __init__(
+        self, run: Run, samples: SampleSet, limit: int | None = None, name: str = "", part: str | None = None
+    ) -> None:
+        self.run, self.samples = run, samples
+        self.name = name
+        self.part = name if part is None else part
+        sizes = run.plan.sizes
+        self.size = min(len(samples), limit) if limit else len(samples)
+        self._requests = eval_requests(
+            sample_lengths(samples, run.data, training=False),
+            self.size,
+            run.config.training.seed,
+            rank=run.workers.data_rank,
+            data_size=sizes.data,
+            micro_batch=sizes.micro_batch,
+        )
+
+    @property
+    def share(self) -> int:
+        """Number of samples that this rank evaluates, including fill-in samples that do not count in the metrics."""
+        return sum(len(request.samples) for request in self._requests)
+
+    def evaluate(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, float]:
+        """Return ``eval_loss`` (mean over the targets, NaN without any), ``perplexity`` and the task's metrics.
+
+        Only language models have a perplexity. Training is not affected: the mode and the random state are restored.
+
+        Args:
+            advance: called with the number of samples that this rank has completed.
+        """
+        run, task = self.run, self.run.task
+        if task:
+            task.begin_evaluation(self.part)
+        with evaluating(run.engine.model), run.engine.averaged():
+            if task and task.needs_prepass:
+                task.prepass(run.engine.eval_batch, self._microbatches(), run.workers)
+            total, targets, results = self._results(advance)
+        total, targets = run.workers.sum(total, targets)
+        metrics = {"eval_loss": total / targets if targets else math.nan}
+        if "perplexity" in metrics_of(run.config):
+            metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
+        gathered = [entry for share in run.workers.gather(results) for entry in share]
+        if gathered:
+            gathered.sort(key=lambda entry: entry[0])
+            task_metrics = run.hooks.compute_metrics([e[1] for e in gathered], [e[2] for e in gathered])
+            metrics |= checked_metrics(task_metrics)
+        return {metric_name(self.name, metric): value for metric, value in metrics.items()}
+
+    def _microbatches(self) -> Iterator[MicroBatch]:
+        for microbatch in load(self.samples, self.run.data, self._requests, workers=0, pin_memory=False):
+            self.run.index_limits.check(microbatch, self._samples_name)
+            self.run.watch.enter(EVALUATION, self.run.position.step)
+            yield microbatch
+
+    @property
+    def _samples_name(self) -> str:
+        return f"{self.name or 'validation'} samples"
+
+    def _results(self, advance: Callable[[int], object]) -> tuple[float, float, list[tuple[int, object, object]]]:
+        """Return (sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""
+        hooks, workers = self.run.hooks, self.run.workers
+        total = targets = 0.0
+        results: list[tuple[int, object, object]] = []
+        for microbatch in self._microbatches():
+            microbatch.targets = 0 if microbatch.idle else checked_count(hooks.count_targets(microbatch.batch))
+            with locate_index_errors(microbatch.samples, self._samples_name):
+                loss, outputs = self.run.engine.eval_batch(microbatch)
+            advance(len(microbatch.samples))
+            if not workers.ends_pipeline:
+                continue
+            result = hooks.read_outputs(outputs, microbatch.batch)
+            predictions, references = checked_predictions(result, len(microbatch.samples))
+            if microbatch.idle or not workers.is_replica_leader:
+                continue
+            total += loss
+            targets += microbatch.targets
+            results += zip(microbatch.samples, predictions, references, strict=True)
+        return total, targets, results
+
+
+class Validation:
+    """Evaluates the engine's model on each validation set of the run, one after another.
+
+    Args:
+        test: evaluate the test part instead, without a prefix in the names of the metrics.
+        limit: number of samples of each set. By default ``--eval-iters`` global batches, which no layout changes.
+    """
+
+    def __init__(self, run: Run, *, test: bool = False, limit: int | None = None) -> None:
+        limit = limit or (run.config.training.eval_iters or 0) * run.plan.sizes.global_batch
+        sets = run.data.validation_sets()
+        self.evaluators = [Evaluator(run, samples, limit, name) for name, samples in sets.items()]
+        if test:
+            self.evaluators = [Evaluator(run, run.data.test, part=TEST)] if run.data.test is not None else []
+
+    @property
+    def share(self) -> int:
+        """Number of samples that this rank evaluates."""
+        return sum(evaluator.share for evaluator in self.evaluators)
+
+    def evaluate(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, float]:
+        """Return the metrics of all sets, in their order. For ``advance`` see :class:`Evaluator`."""
+        metrics: dict[str, float] = {}
+        for evaluator in self.evaluators:
+            metrics |= evaluator.evaluate(advance)
+        return metrics
+
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -72,11 +196,9 @@ def build_single_process(template: Template, weights: Weights | None) -> Run:
             stored, and is not the model as built.
     """
     if launch.is_worker():
-        raise ConfigError(
-            "this process is one of several workers, and none of them has the model to itself",
-            where=f"{type(template).__name__}",
-            hint="evaluate and predict in a program of one process, or with rapidformer evaluate and predict",
-        )
+        message = "this process is one of several workers, and none of them has the model to itself"
+        hint = "evaluate and predict in a program of one process, or with rapidformer evaluate and predict"
+        raise ConfigError(message, where=f"{type(template).__name__}", hint=hint)
     with kept_process_state(), _single_process_plan(template):
         device = template.plan.device
         if not accelerator.is_available(device):
@@ -98,11 +220,9 @@ def build_single_process(template: Template, weights: Weights | None) -> Run:
             folder = RunFolder(run.config.training.save) if run.config.training.save else None
             saved = folder if folder is not None and folder.reference.is_file() else None
             if saved is None and run.config.training.load:
-                raise ConfigError(
-                    "the reference was computed once, and its log-probabilities were not saved",
-                    where="--precompute-reference",
-                    hint="give --save FOLDER, in which the run keeps them, or train without --precompute-reference",
-                )
+                message = "the reference was computed once, and its log-probabilities were not saved"
+                hint = "give --save FOLDER, in which the run keeps them, or train without --precompute-reference"
+                raise ConfigError(message, where="--precompute-reference", hint=hint)
             precomputed.attach(saved, saved=saved)
     if weights is not None:
         run.engine.load(_WeightReader(weights), optimizer=False)
@@ -133,11 +253,8 @@ def evaluate(template: Template, run: Run, data: Any = None) -> dict[str, float]
         hint = "make a list of it, or give it __len__ and __getitem__"
         raise DataError(f"{kind_of(samples)} has no length", where="evaluate()", hint=hint)
     if samples is None or not len(samples):
-        raise DataError(
-            "there is no data to evaluate on",
-            where="evaluate()",
-            hint="pass it: evaluate(data), or give the template a validation part",
-        )
+        hint = "pass it: evaluate(data), or give the template a validation part"
+        raise DataError("there is no data to evaluate on", where="evaluate()", hint=hint)
     with kept_process_state(), _single_process_plan(template):
         if data is None:
             return Validation(run).evaluate()
@@ -199,11 +316,9 @@ def _read(run: Run, samples: Sequence[object], batch_size: int) -> list[object]:
         results |= dict(zip(microbatch.samples, read, strict=True))
     predictions = [results[place] for place in range(len(samples))]
     if predictions and all(prediction is None for prediction in predictions):
-        raise ConfigError(
-            "cannot tell how to read predictions from the outputs of the model",
-            where=f"{type(run.hooks).__name__}.predict()",
-            hint="override read_outputs(self, outputs, batch), or call the model itself: .model",
-        )
+        message = "cannot tell how to read predictions from the outputs of the model"
+        hint = "override read_outputs(self, outputs, batch), or call the model itself: .model"
+        raise ConfigError(message, where=f"{type(run.hooks).__name__}.predict()", hint=hint)
     return predictions
 
 
@@ -241,11 +356,8 @@ def _read_rows(task: Task, data: Any) -> tuple[Task, Data]:
     own_task.read_rows = read_rows  # type: ignore[method-assign]
     own_data = own_task.read_data()
     if not read_parts:
-        raise DataError(
-            f"--task {task.name} learns from a corpus, which has no rows",
-            where="evaluate()",
-            hint="pass a data set like Data.valid, or evaluate without data",
-        )
+        message = f"--task {task.name} learns from a corpus, which has no rows"
+        raise DataError(message, where="evaluate()", hint="pass a data set like Data.valid, or evaluate without data")
     return own_task, own_data
 
 
@@ -258,11 +370,8 @@ def _part_of(run: Run, data: object) -> str:
     parts = {**run.data.validation_sets(), TEST: run.data.test}
     part_name = next((name for name, samples in parts.items() if samples is data), None)
     if part_name is None and run.task and type(run.task).begin_evaluation is not Task.begin_evaluation:
-        raise DataError(
-            "the metrics of these samples are unknown",
-            where="evaluate()",
-            hint="pass rows with the task's columns, or a part of the template's own data",
-        )
+        hint = "pass rows with the task's columns, or a part of the template's own data"
+        raise DataError("the metrics of these samples are unknown", where="evaluate()", hint=hint)
     return part_name or ""
 
 

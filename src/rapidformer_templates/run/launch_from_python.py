@@ -60,8 +60,20 @@ def train_sent(
         Exception: the exception of a worker, with its stack as a note.
     """
     variables = {**variables, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    bare = copy.copy(template)
+    for name in RUN_ATTRIBUTES:
+        vars(bare).pop(name, None)
+    bare.override_flags(changed)
+    try:
+        pickled = cloudpickle.dumps(bare)
+    except Exception as error:
+        name, culprit = _culprit(bare, type(template).__name__, set())
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        message = f"{name}, {kind_of(culprit)}, cannot be sent to workers: {reason}"
+        hint = "make it in the hook that needs it (build_data, build_model …), which runs in each worker"
+        raise ConfigError(message, where="fit(workers=…)", hint=hint) from None
     with private_folder() as folder:
-        write_private(folder / TEMPLATE, _pickled(template, changed))
+        write_private(folder / TEMPLATE, pickled)
         command = [sys.executable, "-m", "rapidformer_templates.run.launch_from_python", str(folder)]
         try:
             launch.run_workers(command, count, port, variables, resumes, shown=not launch.is_script())
@@ -77,28 +89,6 @@ def train_sent(
             raise WorkerFailed("the workers ended without a result", hint=hint)
         summary: Summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     return summary
-
-
-def _pickled(template: Template, changed: Mapping[str, object]) -> bytes:
-    """Pickle a template with other values of some flags, and without the attributes that a run adds.
-
-    Raises:
-        ConfigError: something in it cannot be pickled.
-    """
-    bare = copy.copy(template)
-    for name in RUN_ATTRIBUTES:
-        vars(bare).pop(name, None)
-    bare.override_flags(changed)
-    try:
-        return cloudpickle.dumps(bare)
-    except Exception as error:
-        name, culprit = _culprit(bare, type(template).__name__, set())
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise ConfigError(
-            f"{name}, {kind_of(culprit)}, cannot be sent to workers: {reason}",
-            where="fit(workers=…)",
-            hint="make it in the hook that needs it (build_data, build_model …), which runs in each worker",
-        ) from None
 
 
 def _culprit(value: object, name: str, visited: set[int]) -> tuple[str, object]:

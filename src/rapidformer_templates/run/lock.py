@@ -188,9 +188,8 @@ class RunLock:
             yield
         except OSError as error:
             what, to_do = explain(error)
-            raise ConfigError(
-                f"{self.folder} cannot be written to: {what}", where="--save", hint=f"{to_do}, or give another folder"
-            ) from error
+            message = f"{self.folder} cannot be written to: {what}"
+            raise ConfigError(message, where="--save", hint=f"{to_do}, or give another folder") from error
 
 
 def try_folder(folder: Path) -> None:

@@ -6,30 +6,21 @@ import contextlib
 from collections.abc import Iterator
 
 from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.order import Stream
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss, RapidformerError, ReplicasDiffer
-from rapidformer_templates.run import watch
-from rapidformer_templates.run.evaluation import Validation
+from rapidformer_templates.run import step_errors, watch
 from rapidformer_templates.run.hooks import checked_schedule, states_of
+from rapidformer_templates.run.inference import Validation
 from rapidformer_templates.run.log import LayerGradNorms, Means, open_log
 from rapidformer_templates.run.performance import DATA, EXCHANGE, REST, TRAIN, Meter, open_profile
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saving import Checkpoints
-from rapidformer_templates.run.step_errors import (
-    MAY_HELP,
-    explain_parts,
-    list_samples,
-    locate_device_errors,
-    locate_index_errors,
-    locate_non_finite,
-    name_not_finite,
-)
 from rapidformer_templates.run.steps import EVALUATE, SAVE, BestMetric, BestStep, Intervals, count_steps, log_intervals
-from rapidformer_templates.run.stragglers import LOGGING, StragglerCheck
+from rapidformer_templates.run.watch import LOGGING, StragglerCheck
 from rapidformer_templates.system import accelerator, phase_clock
 from rapidformer_templates.system.processes import StopRequest
 from rapidformer_templates.system.terminal import say
@@ -93,7 +84,7 @@ class Loop:
         """
         with (
             contextlib.closing(self.checkpoints) if self.checkpoints else contextlib.nullcontext(),
-            locate_device_errors(lambda: self.run.position.step, self._resume_hint()),
+            step_errors.locate_device_errors(lambda: self.run.position.step, self._resume_hint()),
         ):
             return self._train(stop)
 
@@ -213,8 +204,8 @@ class Loop:
         samples = [sample for microbatch in microbatches for sample in microbatch.samples]
         with (
             self._locate_errors(step),
-            locate_index_errors(samples, "training samples"),
-            explain_parts(self.run.plan),
+            step_errors.locate_index_errors(samples, "training samples"),
+            step_errors.explain_parts(self.run.plan),
         ):
             if task and task.measures:
                 task.begin_step(microbatches)
@@ -388,10 +379,12 @@ class Loop:
 
         def samples(error: NonFiniteLoss, step: int) -> str:
             self._wait_for_save()
-            where = name_not_finite(error, self.run.workers)
-            return where or f"training samples {list_samples(self.run.order.step(step)[0].tolist())}"
+            where = step_errors.name_not_finite(error, self.run.workers)
+            return where or f"training samples {step_errors.list_samples(self.run.order.step(step)[0].tolist())}"
 
-        return locate_non_finite(newest, f"check these samples; {MAY_HELP}; {self._resume_hint()}", samples)
+        return step_errors.locate_non_finite(
+            newest, f"check these samples; {step_errors.MAY_HELP}; {self._resume_hint()}", samples
+        )
 
     def _resume_hint(self) -> str:
         return "continue with --resume" if self.run.folder else "nothing was saved: there is no --save"

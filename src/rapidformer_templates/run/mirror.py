@@ -249,11 +249,9 @@ class Mirror:
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(
-                f"{self.url} cannot be read: {_reason(error)}",
-                where="--mirror",
-                hint="check the address and the network, or leave --mirror out to start from the beginning",
-            ) from error
+            message = f"{self.url} cannot be read: {_reason(error)}"
+            hint = "check the address and the network, or leave --mirror out to start from the beginning"
+            raise CheckpointError(message, where="--mirror", hint=hint) from error
 
     def _fetch_from(self, target: AbstractFileSystem, root: str, remote_files: dict[str, dict[str, int]]) -> None:
         problems = []
@@ -337,11 +335,8 @@ def _step_of_name(name: str) -> int:
 
 
 def _other_run(url: str) -> ConfigError:
-    return ConfigError(
-        f"{url} holds the checkpoints of another run",
-        where="--mirror",
-        hint="--resume continues it, --overwrite deletes them, another --mirror leaves them alone",
-    )
+    hint = "--resume continues it, --overwrite deletes them, another --mirror leaves them alone"
+    return ConfigError(f"{url} holds the checkpoints of another run", where="--mirror", hint=hint)
 
 
 def _reason(error: Exception) -> str:

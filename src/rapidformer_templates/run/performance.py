@@ -84,11 +84,8 @@ class Meter:
 
     def totals(self) -> dict[str, float]:
         """Return the throughput over all measured steps (mean and standard deviation) and wall time in seconds."""
-        result: dict[str, float] = {
-            "wall_seconds": round(time.perf_counter() - self.started, 3),
-            "peak_memory_mb": peak_memory_mb(self.device),
-            "measured_steps": len(self._rates),
-        }
+        result = {"wall_seconds": round(time.perf_counter() - self.started, 3)}
+        result |= {"peak_memory_mb": peak_memory_mb(self.device), "measured_steps": len(self._rates)}
         if self._rates:
             seconds = sum(rate[0] for rate in self._rates)
             each = [samples / max(spent, 1e-9) for spent, samples, _ in self._rates]
@@ -204,11 +201,9 @@ def open_profile(run: Run, steps_left: int) -> Profile | None:
     if not steps or not steps_left or run.folder is None:
         return None
     if steps_left < WARMUP + steps:
-        raise ConfigError(
-            f"--profile {steps} needs {WARMUP + steps} steps, this run has {steps_left}",
-            where=run.config.origin("profile"),
-            hint=f"the first {WARMUP} are a warm-up; train for more steps, or record fewer of them",
-        )
+        message = f"--profile {steps} needs {WARMUP + steps} steps, this run has {steps_left}"
+        hint = f"the first {WARMUP} are a warm-up; train for more steps, or record fewer of them"
+        raise ConfigError(message, where=run.config.origin("profile"), hint=hint)
     return Profile(run.folder.profile, steps, run.workers.device) if run.workers.is_main else None
 
 

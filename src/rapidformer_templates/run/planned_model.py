@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from rapidformer_templates.data.loader import MicroBatch, load
-from rapidformer_templates.data.order import BatchRequest
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.order import BatchRequest, Stream
 from rapidformer_templates.data.types import Batch, Data, Endless
 from rapidformer_templates.engines.contract import bytes_by_kind
 from rapidformer_templates.engines.loss import loss_and_count
@@ -80,11 +79,8 @@ class HookModel:
         stacks = dict.fromkeys(name.rpartition(".")[0] for name in find_blocks(model))
         for stack in map(model.get_submodule, stacks):
             if not isinstance(stack, (nn.ModuleList, nn.Sequential)):
-                raise ModelError(
-                    f"the planner cannot leave out blocks of a {type(stack).__name__}",
-                    where="build_model()",
-                    hint="keep the blocks in a torch.nn.ModuleList",
-                )
+                message = f"the planner cannot leave out blocks of a {type(stack).__name__}"
+                raise ModelError(message, where="build_model()", hint="keep the blocks in a torch.nn.ModuleList")
             if len(stack) > blocks:
                 del stack[blocks - 1 : -1]
         return model
@@ -130,11 +126,8 @@ def hook_model(
     """
     own = own_hooks_of_model(type(template))
     if searching and "build_optimizer" in own:
-        raise ConfigError(
-            f"a search cannot see what {type(template).__name__}.build_optimizer makes",
-            where="build_optimizer()",
-            hint=PLAN_ONE_LAYOUT,
-        )
+        message = f"a search cannot see what {type(template).__name__}.build_optimizer makes"
+        raise ConfigError(message, where="build_optimizer()", hint=PLAN_ONE_LAYOUT)
     return HookModel(template, default) if own else None
 
 

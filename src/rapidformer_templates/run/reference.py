@@ -128,18 +128,14 @@ class Precomputed:
                 of = dict(json.loads(file.metadata()["of"]))
                 values = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 - no mapping
         except (*JSON_ERRORS, SafetensorError) as error:
-            raise CheckpointError(
-                f"the log-probabilities of the reference cannot be read: {error}",
-                where=str(path),
-                hint="start again with --overwrite: the model that they come from has been trained since",
-            ) from error
+            message = f"the log-probabilities of the reference cannot be read: {error}"
+            hint = "start again with --overwrite: the model that they come from has been trained since"
+            raise CheckpointError(message, where=str(path), hint=hint) from error
         other = [name for name in compared if of.get(name) != self.identity[name]]
         if other:
-            raise CheckpointError(
-                f"the log-probabilities of the reference belong to another {' and '.join(other)}",
-                where=str(path),
-                hint="continue with the model and the data that the run began with, or start again with --overwrite",
-            )
+            message = f"the log-probabilities of the reference belong to another {' and '.join(other)}"
+            hint = "continue with the model and the data that the run began with, or start again with --overwrite"
+            raise CheckpointError(message, where=str(path), hint=hint)
         return values
 
     def _computed(self, samples: TokenizedSamples) -> list[list[float]]:
@@ -169,11 +165,9 @@ def precomputed_reference(run: Run) -> Precomputed | None:
 
 def _refuse_other_data(model: nn.Module) -> AbstractContextManager[nn.Module]:
     """Replace the reference after it was precomputed. The model has been trained and changed by then."""
-    raise DataError(
-        "the reference was computed once, for the data of the run, and this is other data",
-        where="--precompute-reference",
-        hint="evaluate the run's own data, or train without --precompute-reference",
-    )
+    message = "the reference was computed once, for the data of the run, and this is other data"
+    hint = "evaluate the run's own data, or train without --precompute-reference"
+    raise DataError(message, where="--precompute-reference", hint=hint)
 
 
 def _digest(samples: TokenizedSamples) -> str:

@@ -169,12 +169,9 @@ def _error(names: Sequence[str], groups: list[list[int]], step: int, hosts: Sequ
     else:
         who = f"{' and '.join(_listed(group, hosts) for group in groups)} differ, and any of them may be wrong"
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ReplicasDiffer(
-        f"after step {step} {who}",
-        where="; ".join(names[:SHOWN]) + more,
-        hint="a device, memory or the network may have failed, or code has changed one worker only; "
-        "--check-replicas 0 does not compare",
-    )
+    hint = "a device, memory or the network may have failed, or code has changed one worker only"
+    hint += "; --check-replicas 0 does not compare"
+    return ReplicasDiffer(f"after step {step} {who}", where="; ".join(names[:SHOWN]) + more, hint=hint)
 
 
 def _listed(ranks: Sequence[int], hosts: Sequence[str] | None = None) -> str:

@@ -64,11 +64,8 @@ def worker_numbers(template: Template) -> WorkerNumbers | None:
     refused = {count: why for count, why in refusals.items() if why is not None and count >= lowest}
     if refused and len(possible) == 1:
         works = [count for count, why in refusals.items() if why is None]
-        raise ConfigError(
-            f"the run cannot continue with fewer than {sizes.world} workers: {next(iter(refused.values()))}",
-            where=where,
-            hint=f"numbers that work with these flags: {_listed(works)}",
-        )
+        message = f"the run cannot continue with fewer than {sizes.world} workers: {next(iter(refused.values()))}"
+        raise ConfigError(message, where=where, hint=f"numbers that work with these flags: {_listed(works)}")
     reasons = "".join(f"; not with {count}: {why}" for count, why in refused.items())
     note = f"note       --min-workers: the run can continue with {_listed(possible)}{reasons}"
     return WorkerNumbers(possible, refused, note)

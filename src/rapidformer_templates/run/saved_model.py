@@ -72,7 +72,16 @@ class SavedModel:
         run_values["pretrained_model_name_or_path"] = (str(self.folder), "RUN")
         now = {name: (value, COMMAND_LINE) for name, value in overrides.items() if value is not None}
         if "task" not in run_values | now:
-            run_values["task"] = (_task_of(self.folder), "the folder")
+            file = config_file(self.folder)
+            try:
+                kind = str((json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""])[0])
+            except JSON_ERRORS as error:
+                raise ConfigError(f"{file} cannot be read: {error}", where="RUN") from error
+            tasks = tasks_with(lambda task: kind.endswith(task.model_classes))
+            if not tasks:
+                what = f"{self.folder} holds {f'a {kind}' if kind else 'a model without a head'}"
+                raise ConfigError(f"{what}, and does not say what it is for", where="RUN", hint="add --task")
+            run_values["task"] = (tasks[0], "the folder")
         return REGISTRY.merge_files(parse([], REGISTRY.options(), user=user, in_code={**run_values, **now}))
 
     @property
@@ -159,19 +168,6 @@ def values_of(run: Path, kinds: Iterable[type] | None = None) -> dict[str, tuple
         raise ConfigError(f"{run / 'plan.json'} cannot be read: {error}", where="RUN") from error
     known = settable_by_files(kinds or parse([], REGISTRY.options()).kinds())
     return {name: value for name, value in named.items() if name in known}
-
-
-def _task_of(folder: Path) -> str:
-    file = config_file(folder)
-    try:
-        name = str((json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""])[0])
-    except JSON_ERRORS as error:
-        raise ConfigError(f"{file} cannot be read: {error}", where="RUN") from error
-    tasks = tasks_with(lambda task: name.endswith(task.model_classes))
-    if not tasks:
-        what = f"a {name}" if name else "a model without a head"
-        raise ConfigError(f"{folder} holds {what}, and does not say what it is for", where="RUN", hint="add --task")
-    return tasks[0]
 
 
 def load_saved_task(config: RunConfig, saved: SavedModel) -> Task:

@@ -247,11 +247,10 @@ def show_changes(folder: RunFolder, values: Mapping[str, Mapping[str, object]], 
     values = json.loads(json.dumps(values))
     named = sorted((before.keys() | values.keys()) - NOT_COMPARED)
     pairs = {name: (before.get(name), values.get(name, {}).get("value")) for name in named}
-    changes = [
-        f"{name} {'its default' if was is None else was} → {'its default' if now is None else now}"
-        for name, (was, now) in pairs.items()
-        if was != now
-    ]
+    changes = []
+    for name, (was, now) in pairs.items():
+        if was != now:
+            changes.append(f"{name} {'its default' if was is None else was} → {'its default' if now is None else now}")
     if changes:
         say(workers, f"note       changed since the run was last started: {', '.join(changes)}")
 
@@ -268,10 +267,8 @@ def _newest(root: Path, workers: Workers) -> Path | None:
     if newest is not None:
         say(workers, f"resuming from {newest}")
     elif passed_over:
-        raise CheckpointError(
-            f"no checkpoint in {root} is intact: {'; '.join(passed_over)}",
-            hint="start again with --overwrite, or put a copy there",
-        )
+        message = f"no checkpoint in {root} is intact: {'; '.join(passed_over)}"
+        raise CheckpointError(message, hint="start again with --overwrite, or put a copy there")
     return newest
 
 
@@ -351,11 +348,9 @@ def _fingerprint(run: Run) -> Fingerprint:
 def _check_optimizer(reader: Reader, engine: Engine) -> None:
     kind, used = reader.state["engine"]["optimizer"], engine.state()["optimizer"]
     if kind != used:
-        raise CheckpointError(
-            f"the checkpoint holds the state of {kind}, this run uses {used}",
-            where=str(reader.folder),
-            hint="use the same --optimizer, or take only the weights with --load … --weights-only",
-        )
+        message = f"the checkpoint holds the state of {kind}, this run uses {used}"
+        hint = "use the same --optimizer, or take only the weights with --load … --weights-only"
+        raise CheckpointError(message, where=str(reader.folder), hint=hint)
 
 
 def check_base(reader: Reader, identity: str | None) -> None:

@@ -96,21 +96,17 @@ def check_names(template: type) -> None:
     for kind in own_classes:
         for name, value in vars(kind).items():
             if name == "predict":
-                raise ConfigError(
-                    f"{kind.__name__}.predict is not a hook: a program calls predict(samples) after the training",
-                    where=_file_and_line(kind, value),
-                    hint="did you mean read_outputs(self, outputs, batch)?",
-                )
+                message = f"{kind.__name__}.predict is not a hook: a program calls predict(samples) after the training"
+                hint = "did you mean read_outputs(self, outputs, batch)?"
+                raise ConfigError(message, where=_file_and_line(kind, value), hint=hint)
             is_method = callable(value) or isinstance(value, staticmethod | classmethod | property)
             if name.startswith("_") or name in library_names or not is_method:
                 continue
             hook_name = _closest_hook(name, [*hooks, "Flags"], defined)
             if hook_name:
-                raise ConfigError(
-                    f"{kind.__name__}.{name} is not a hook, so nothing would call it",
-                    where=_file_and_line(kind, value),
-                    hint=f"did you mean {hook_name}? your own methods may begin with an underscore: _{name}",
-                )
+                message = f"{kind.__name__}.{name} is not a hook, so nothing would call it"
+                hint = f"did you mean {hook_name}? your own methods may begin with an underscore: _{name}"
+                raise ConfigError(message, where=_file_and_line(kind, value), hint=hint)
 
 
 def _closest_hook(name: str, hooks: list[str], defined: set[str]) -> str | None:
@@ -189,11 +185,9 @@ def note_use() -> None:
     _is_used = True
     if isinstance(sys.argv, ScriptArguments) and len(sys.argv) > 1 and not sys.argv.is_read:
         name = Path(sys.argv[0]).name
-        raise ConfigError(
-            f"{name} does not read its command line, so {sys.argv[1]} would have no effect",
-            where="--user-script",
-            hint="YourTemplate.main(…) reads it, and so does YourTemplate(sys.argv[1:], …).fit()",
-        )
+        message = f"{name} does not read its command line, so {sys.argv[1]} would have no effect"
+        hint = "YourTemplate.main(…) reads it, and so does YourTemplate(sys.argv[1:], …).fit()"
+        raise ConfigError(message, where="--user-script", hint=hint)
 
 
 def intercept_for_planning(template: Template) -> None:
@@ -286,11 +280,8 @@ def capture_template(script: str, argv: Sequence[str], inspect: Callable[[Templa
 
 def _without_training(script: str) -> ConfigError:
     name = Path(script).name
-    return ConfigError(
-        f"{name} ended without training: nothing in it called main() or fit()",
-        where="--user-script",
-        hint=f"the last line of {name} must be YourTemplate.main()",
-    )
+    message = f"{name} ended without training: nothing in it called main() or fit()"
+    return ConfigError(message, where="--user-script", hint=f"the last line of {name} must be YourTemplate.main()")
 
 
 def _failure(script: str, error: Exception) -> ConfigError:
@@ -302,11 +293,9 @@ def _failure(script: str, error: Exception) -> ConfigError:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
         file, line = path, frames[-1].lineno if frames else None
     words = str(error).strip().split("\n")[0] or "it gives no reason"
-    return ConfigError(
-        f"the script fails before it trains: {type(error).__name__}: {words}",
-        where=f"{file.name}:{line}" if line else file.name,
-        hint=f"python {script} … shows the whole stack",
-    )
+    message = f"the script fails before it trains: {type(error).__name__}: {words}"
+    hint = f"python {script} … shows the whole stack"
+    return ConfigError(message, where=f"{file.name}:{line}" if line else file.name, hint=hint)
 
 
 CALL = "RAPIDFORMER_CALL"
@@ -363,10 +352,8 @@ def train_in_new_workers(
         launch.run_workers(launch.program_command(), count, port, {**(variables or {}), CALL: str(folder)}, resumes)
         result = folder / "summary.json"
         if not result.exists():
-            raise WorkerFailed(
-                f"the workers ended without reaching this call of {template}.fit()",
-                hint="each of them runs the script again, which must take the same path every time",
-            )
+            hint = "each of them runs the script again, which must take the same path every time"
+            raise WorkerFailed(f"the workers ended without reaching this call of {template}.fit()", hint=hint)
         summary: Summary = json.loads(result.read_text(encoding="utf-8"))
     return summary
 

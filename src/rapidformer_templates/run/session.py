@@ -134,11 +134,9 @@ def _check_flags(template: Template, schedule: Schedule | None) -> None:
 
 
 def _no_effect(name: str, config: RunConfig) -> ConfigError:
-    return ConfigError(
-        f"{spelling(name)} acts on the library's own loop, data or run folder, and this loop is yours",
-        where=config.origin(name),
-        hint="leave it out, or train by a template (docs/white-box.md)",
-    )
+    message = f"{spelling(name)} acts on the library's own loop, data or run folder, and this loop is yours"
+    hint = "leave it out, or train by a template (docs/white-box.md)"
+    return ConfigError(message, where=config.origin(name), hint=hint)
 
 
 def _show(template: Template) -> None:
@@ -412,22 +410,18 @@ class Session:
         """
         if self.workers.mesh is None:
             return
-        tensors = [
-            t for m in microbatches for t in tree_leaves(dict(m.batch) if isinstance(m.batch, Mapping) else m.batch)
-        ]
+        batches = [dict(m.batch) if isinstance(m.batch, Mapping) else m.batch for m in microbatches]
         digest = 0
-        for tensor in tensors:
+        for tensor in tree_leaves(batches):
             if isinstance(tensor, torch.Tensor):
                 digest = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest)
         replicas: dict[int, set[int]] = {}
         for replica, worker_digest in self.workers.gather((self.workers.data_rank, digest)):
             replicas.setdefault(replica, set()).add(worker_digest)
         if any(len(worker_digest) > 1 for worker_digest in replicas.values()):
-            raise DataError(
-                "workers that share a replica of the model pass different batches",
-                where="session.step(batches)",
-                hint="take the share session.workers.data_rank of session.workers.data, not that of the rank",
-            )
+            message = "workers that share a replica of the model pass different batches"
+            hint = "take the share session.workers.data_rank of session.workers.data, not that of the rank"
+            raise DataError(message, where="session.step(batches)", hint=hint)
 
     def _raise_pending_errors(self) -> None:
         with self._locate_errors(self.steps - 1):

@@ -120,11 +120,9 @@ class IndexLimits:
 def _vocabulary_of(model: PreTrainedModel) -> int | None:
     """Return the number of rows of the input embedding, or None if the model has none, or replaces some tokens."""
     size = _size_of(model.get_input_embeddings, "num_embeddings")
-    placeholders = [
-        value
-        for name, value in vars(model.config).items()
-        if name.startswith(OTHER_INPUTS) and name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
-    ]
+    of_inputs = {name: value for name, value in vars(model.config).items() if name.startswith(OTHER_INPUTS)}
+    ends = ("_token_id", "_token_index")
+    placeholders = [value for name, value in of_inputs.items() if name.endswith(ends) and isinstance(value, int)]
     return None if size is None or any(value >= size for value in placeholders) else int(size)
 
 
@@ -200,11 +198,8 @@ def locate_non_finite(
         yield
     except NonFiniteLoss as error:
         step = newest - error.age
-        raise NonFiniteLoss(
-            f"step {step + 1}: {error.message}; the weights are from after step {step}",
-            where=where(error, step),
-            hint=hint,
-        ) from None
+        message = f"step {step + 1}: {error.message}; the weights are from after step {step}"
+        raise NonFiniteLoss(message, where=where(error, step), hint=hint) from None
 
 
 TORCH = str(Path(torch.__file__).parent)
@@ -250,11 +245,9 @@ def locate_index_errors(samples: Sequence[int], name: str) -> Iterator[None]:
     except IndexError as error:
         if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(TORCH):
             raise
-        raise DataError(
-            f"a number of the batch is beyond the table that it indexes: {error}",
-            where=f"{name} {list_samples(samples)}, {_line_of(error)}",
-            hint="compare the largest token id and the largest label with the sizes of the embedding and of the head",
-        ) from error
+        message = f"a number of the batch is beyond the table that it indexes: {error}"
+        hint = "compare the largest token id and the largest label with the sizes of the embedding and of the head"
+        raise DataError(message, where=f"{name} {list_samples(samples)}, {_line_of(error)}", hint=hint) from error
 
 
 def _line_of(error: BaseException) -> str:

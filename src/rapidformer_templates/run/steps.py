@@ -38,11 +38,8 @@ def build_order(run: Run, samples: SampleSet | Endless) -> Order:
     in_order = getattr(samples, "in_order", False)
     if (group or ordering) and in_order:
         flag = next(iter(ordering.on)) if ordering else "group_by_length"
-        raise ConfigError(
-            "these samples have their own order",
-            where=f"{spelling(flag)} ({run.config.origin(flag)})",
-            hint="leave it out",
-        )
+        message = "these samples have their own order"
+        raise ConfigError(message, where=f"{spelling(flag)} ({run.config.origin(flag)})", hint="leave it out")
     if ordering and ordering.order:
         order, line = load_object(ordering.order)(run, samples)
         say(run.workers, line)
@@ -75,17 +72,13 @@ def count_steps(run: Run) -> int:
     training, per_epoch = run.config.training, run.order.steps_per_epoch
     if training.in_epochs and not per_epoch:
         name = training.in_epochs[0]
-        raise ConfigError(
-            "the training samples are a stream without a length, so an epoch has no number of steps",
-            where=f"{spelling(name)} ({run.config.origin(name)})",
-            hint=f"give {'--train-iters' if name == 'epochs' else 'it'} as a number of steps",
-        )
+        message = "the training samples are a stream without a length, so an epoch has no number of steps"
+        hint = f"give {'--train-iters' if name == 'epochs' else 'it'} as a number of steps"
+        raise ConfigError(message, where=f"{spelling(name)} ({run.config.origin(name)})", hint=hint)
     if isinstance(training.train_iters, Epochs):
         steps = training.train_iters.steps(per_epoch)
-        say(
-            run.workers,
-            f"note       --train-iters {training.train_iters}: {counted(steps, 'step')}, {per_epoch:,} per epoch",
-        )
+        line = f"note       --train-iters {training.train_iters}: {counted(steps, 'step')}, {per_epoch:,} per epoch"
+        say(run.workers, line)
         return steps
     return training.train_iters or per_epoch * (training.epochs or 1)
 
@@ -207,11 +200,9 @@ def best_metric(run: Run) -> BestMetric | None:
         requesting = next((flag for flag in flags if flag in config.origins), None)
         if requesting is None:
             return None
-        raise ConfigError(
-            "there is no validation data to choose the best checkpoint by",
-            where=f"{spelling(requesting)} ({config.origin(requesting)})",
-            hint="give a validation part, or leave it out",
-        )
+        message = "there is no validation data to choose the best checkpoint by"
+        hint = "give a validation part, or leave it out"
+        raise ConfigError(message, where=f"{spelling(requesting)} ({config.origin(requesting)})", hint=hint)
     if not run.overrides("compute_metrics"):
         if run.task and run.task.problem:  # the data determined the kind of labels
             config = config.replace("the data", problem_type=run.task.problem)

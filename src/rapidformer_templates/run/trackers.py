@@ -141,11 +141,11 @@ class TensorBoard(Tracker):
 
         events = EventAccumulator(str(self._events), size_guidance={"scalars": 0})
         events.Reload()
-        texts = {tag: tag.removesuffix("/text_summary") for tag in events.Tags()["tensors"]}
-        scalars = ((tag, event.step) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
-        return _logged_steps(
-            [*scalars, *((name, event.step) for tag, name in texts.items() for event in events.Tensors(tag))]
-        )
+        tags = events.Tags()
+        logged = [(tag, event.step) for tag in tags["scalars"] for event in events.Scalars(tag)]
+        for tag in tags["tensors"]:
+            logged += [(tag.removesuffix("/text_summary"), event.step) for event in events.Tensors(tag)]
+        return _logged_steps(logged)
 
     @property
     def where(self) -> str:
@@ -213,10 +213,8 @@ class MLflow(Tracker):
         import mlflow
 
         client, run = mlflow.MlflowClient(), self.identity["id"]
-        names = client.get_run(run).data.metrics
-        is_logged = _logged_steps(
-            (name, metric.step) for name in names for metric in client.get_metric_history(run, name)
-        )
+        history = {name: client.get_metric_history(run, name) for name in client.get_run(run).data.metrics}
+        is_logged = _logged_steps((name, metric.step) for name, metrics in history.items() for metric in metrics)
         return lambda name, step: is_logged(_allowed(name), step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:

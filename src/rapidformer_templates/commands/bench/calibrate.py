@@ -39,13 +39,7 @@ from rapidformer_templates.planning.environment import detect, kind_of
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy import device_file as kinds
-from rapidformer_templates.switches.auto_strategy.device_file import (
-    DeviceFile,
-    ExchangeRate,
-    PrecisionRates,
-    WorkerRates,
-)
+from rapidformer_templates.switches.auto_strategy import device_file
 from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import Search
@@ -111,18 +105,15 @@ def main(options: argparse.Namespace) -> int:
         RapidformerError: there are fewer devices than workers, or a worker failed.
     """
     kind = kind_of(options.device)
-    device = calibrate(kind, options.workers or _worker_counts(kind), options.seconds)
+    powers = 3 if kind == "cpu" else torch.accelerator.device_count().bit_length()
+    device = calibrate(kind, options.workers or [2**power for power in range(powers)], options.seconds)
     device.write(options.output)
     console(piped_width=120).print(rates_table(device))
     print(f"written to {options.output}: rapidformer plan --auto-strategy --device-file {options.output} …")
     return 0
 
 
-def _worker_counts(kind: str) -> list[int]:
-    return [1, 2, 4] if kind == "cpu" else [2**power for power in range(torch.accelerator.device_count().bit_length())]
-
-
-def calibrate(kind: str, counts: Sequence[int], seconds: float) -> DeviceFile:
+def calibrate(kind: str, counts: Sequence[int], seconds: float) -> device_file.DeviceFile:
     """Measure with each number of workers.
 
     Args:
@@ -140,11 +131,11 @@ def calibrate(kind: str, counts: Sequence[int], seconds: float) -> DeviceFile:
             print_lines(f"measuring with {count} worker{'s' * (count > 1)}")
             file = str(Path(folder, f"{count}.json"))
             launch.run_workers([sys.executable, "-m", __name__, kind, str(seconds), file], count)
-            measured.append(kinds.read_device_file(file))
+            measured.append(device_file.read_device_file(file))
     return replace(measured[0], rates=tuple(rates for device in measured for rates in device.rates))
 
 
-def rates_table(device: DeviceFile) -> Table:
+def rates_table(device: device_file.DeviceFile) -> Table:
     """Return a table of the rates by the names of the file, with a column for each number of workers."""
     headings = [f"{rates.workers} workers" for rates in device.rates]
     table = Table("rate", *headings, title=f"Rates of each worker on {device.name}", title_justify="left")
@@ -191,10 +182,9 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def fit_factors(predicted: Mapping[str, Timing], measured: Mapping[str, float]) -> tuple[float, float]:
     """Return the factors of computation and of exchanges with which predictions fit measured seconds, by layout."""
-    computation, exchanges = fit_parts(
-        ((timing.total - timing.communication) / measured[name], timing.communication / measured[name])
-        for name, timing in predicted.items()
-    )
+    pairs = [(timing, measured[name]) for name, timing in predicted.items()]
+    parts = (((timing.total - timing.communication) / by, timing.communication / by) for timing, by in pairs)
+    computation, exchanges = fit_parts(parts)
     return computation, exchanges if any(timing.communication for timing in predicted.values()) else 1.0
 
 
@@ -243,35 +233,35 @@ def precisions_of(device: torch.device) -> list[str]:
     return ["fp32", "fp16"] if is_older else ["fp32", "bf16", "fp16"]
 
 
-def measure(watch: Stopwatch) -> DeviceFile:
+def measure(watch: Stopwatch) -> device_file.DeviceFile:
     """Measure the rates of these workers."""
     workers, device, sizes = watch.workers, watch.workers.device, watch.sizes
     large = torch.zeros(SIZES[sizes][-1], dtype=torch.uint8, device=device)
     other, host_link = torch.empty_like(large), None
     if device.type == "cpu":
-        facts = DeviceFile("cpu", processor(), round(host_bytes() / 1e9, 1), None, 0, ())
+        facts = device_file.DeviceFile("cpu", processor(), round(host_bytes() / 1e9, 1), None, 0, ())
     else:
         module = torch.get_device_module(device)
         properties, name = module.get_device_properties(device), module.get_device_name(device)
-        facts = DeviceFile(device.type, name, round(properties.total_memory / 1e9, 1), None, 0, ())
+        facts = device_file.DeviceFile(device.type, name, round(properties.total_memory / 1e9, 1), None, 0, ())
         if device.type == "cuda" and torch.version.hip is None:
             capability, count = torch.cuda.get_device_capability(device), properties.multi_processor_count
             facts = replace(facts, compute_capability=capability, multiprocessors=count)
         host = torch.empty(large.shape, dtype=large.dtype, pin_memory=True)
         host_link = large.nbytes / watch.time(lambda: host.copy_(large, non_blocking=True)) / GB
-    rates = WorkerRates(
+    rates = device_file.WorkerRates(
         workers=workers.world,
         precisions={name: _precision_rates(watch, name, facts.multiprocessors) for name in precisions_of(device)},
         memory_bandwidth=2 * large.nbytes / watch.time(lambda: other.copy_(large)) / GB,
         update_bandwidth=_update_bandwidth(watch),
         launch_seconds=_launch_seconds(watch),
         host_link=host_link,
-        exchanges={kind: _exchange_rate(watch, kind) for kind in kinds.EXCHANGES} if workers.world > 1 else {},
+        exchanges={kind: _exchange_rate(watch, kind) for kind in device_file.EXCHANGES} if workers.world > 1 else {},
     )
     return replace(facts, rates=(rates,))
 
 
-def _precision_rates(watch: Stopwatch, name: str, multiprocessors: int) -> PrecisionRates:
+def _precision_rates(watch: Stopwatch, name: str, multiprocessors: int) -> device_file.PrecisionRates:
     dtype, products, attention, between = DTYPES[name], [], [], []
     for rows, inner, columns in PRODUCTS[watch.sizes]:
         product = Product(1, rows, inner, columns, 1, 0, 2 * rows * inner * columns)
@@ -288,7 +278,7 @@ def _precision_rates(watch: Stopwatch, name: str, multiprocessors: int) -> Preci
         between.append((moved, _in_turn(watch, run, ((tokens, hidden), (tokens, 4 * hidden)), dtype, trained=True)))
     delay, per_operation = fit_line(products)
     attention_tflops, bandwidth = 1 / fit_line(attention)[1] / 1e12, 1 / fit_line(between)[1] / GB
-    return PrecisionRates(1 / per_operation / 1e12, delay, attention_tflops, bandwidth)
+    return device_file.PrecisionRates(1 / per_operation / 1e12, delay, attention_tflops, bandwidth)
 
 
 def _in_turn(
@@ -350,7 +340,7 @@ def _launch_seconds(watch: Stopwatch) -> float:
     return watch.time(launches) / (2 * chain)
 
 
-def _exchange_rate(watch: Stopwatch, kind: str) -> ExchangeRate:
+def _exchange_rate(watch: Stopwatch, kind: str) -> device_file.ExchangeRate:
     device, world = watch.workers.device, watch.workers.world
     points = []
     for size in SIZES[watch.sizes]:
@@ -358,16 +348,16 @@ def _exchange_rate(watch: Stopwatch, kind: str) -> ExchangeRate:
         whole, share = torch.zeros(elements, device=device), torch.zeros(elements // world, device=device)
         other = torch.zeros_like(whole)
         run: dict[str, Callable[[], object]] = {
-            kinds.ALL_REDUCE: partial(dist.all_reduce, whole),
-            kinds.ALL_GATHER: partial(all_gather, whole, share),
-            kinds.REDUCE_SCATTER: partial(reduce_scatter, share, whole),
-            kinds.ALL_TO_ALL: partial(dist.all_to_all_single, other, whole),
-            kinds.SEND: partial(_pass_on, whole, other, watch.workers),
+            device_file.ALL_REDUCE: partial(dist.all_reduce, whole),
+            device_file.ALL_GATHER: partial(all_gather, whole, share),
+            device_file.REDUCE_SCATTER: partial(reduce_scatter, share, whole),
+            device_file.ALL_TO_ALL: partial(dist.all_to_all_single, other, whole),
+            device_file.SEND: partial(_pass_on, whole, other, watch.workers),
         }
-        sent = {kinds.ALL_REDUCE: 2 * (world - 1) / world, kinds.SEND: 1.0}.get(kind, (world - 1) / world)
+        sent = {device_file.ALL_REDUCE: 2 * (world - 1) / world, device_file.SEND: 1.0}.get(kind, (world - 1) / world)
         points.append((sent * whole.nbytes, watch.time(run[kind])))
     delay, per_byte = fit_line(points)
-    return ExchangeRate(delay, 1 / per_byte / GB)
+    return device_file.ExchangeRate(delay, 1 / per_byte / GB)
 
 
 def _pass_on(tensor: torch.Tensor, received: torch.Tensor, workers: Workers) -> None:

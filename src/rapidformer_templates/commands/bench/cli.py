@@ -31,9 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
             hint = f"in the root of a checkout of the repository: python -m benchmarks {' '.join(words)}"
-            raise ConfigError(
-                f"rapidformer bench has {', '.join(COMMANDS)}, and no {words[0]}", where="rapidformer bench", hint=hint
-            )
+            message = f"rapidformer bench has {', '.join(COMMANDS)}, and no {words[0]}"
+            raise ConfigError(message, where="rapidformer bench", hint=hint)
         # Flags that `run` and `mfu` do not know belong to the training command that they measure.
         options, rest = parser.parse_known_args(words)
         if rest and options.module != "run":
@@ -52,38 +51,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="rapidformer bench", description=about)
     commands = parser.add_subparsers(required=True, metavar="NAME", help="what to measure", dest="name")
     run = commands.add_parser("run", allow_abbrev=False, help="a training command: the flags of `rapidformer`")
-    mfu = commands.add_parser(
-        "mfu", allow_abbrev=False, help="model FLOPs utilisation of a model of known size; more flags of training work"
-    )
+    text = "model FLOPs utilisation of a model of known size; more flags of training work"
+    mfu = commands.add_parser("mfu", allow_abbrev=False, help=text)
     mfu.add_argument("--scale", choices=SCALES, default="small", help="the model (default: small)")
     for command in (run, mfu):
         command.add_argument("--turns", type=positive, default=6, help="measured turns (default: 6)")
-        command.add_argument(
-            "--steps-a-turn", type=positive, help="optimizer steps per turn (default: 1; on an accelerator 10)"
-        )
+        text = "optimizer steps per turn (default: 1; on an accelerator 10)"
+        command.add_argument("--steps-a-turn", type=positive, help=text)
         add_output_flags(command)
         command.set_defaults(module="run")
     run.set_defaults(scale=None)
-    _add_calibrate(commands.add_parser("calibrate", help="rates of this machine, for plan --device-file"))
+    rates = commands.add_parser("calibrate", help="rates of this machine, for plan --device-file")
+    rates.description = "Measure how fast this machine computes and exchanges. Write a file for plan --device-file."
+    text = "the file (default: device.json)"
+    rates.add_argument("--output", type=Path, default=Path("device.json"), metavar="FILE", help=text)
+    text = "numbers of workers to measure with (default: 1 2 4; on an accelerator powers of two up to all devices)"
+    rates.add_argument("--workers", type=positive, nargs="+", metavar="N", help=text)
+    text = "time of each of about 50 measurements of operations (default: 0.2)"
+    rates.add_argument("--seconds", type=float, default=0.2, help=text)
+    text = "auto, cpu, or what torch calls the accelerator (default: auto)"
+    rates.add_argument("--device", default="auto", metavar="KIND", help=text)
+    rates.set_defaults(module="calibrate")
     return parser
-
-
-def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure how fast this machine computes and exchanges. Write a file for plan --device-file."
-    parser.add_argument(
-        "--output", type=Path, default=Path("device.json"), metavar="FILE", help="the file (default: device.json)"
-    )
-    parser.add_argument(
-        "--workers", type=positive, nargs="+", metavar="N",
-        help="numbers of workers to measure with (default: 1 2 4; on an accelerator powers of two up to all devices)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seconds", type=float, default=0.2, help="time of each of about 50 measurements of operations (default: 0.2)"
-    )
-    parser.add_argument(
-        "--device",
-        default="auto",
-        metavar="KIND",
-        help="auto, cpu, or what torch calls the accelerator (default: auto)",
-    )
-    parser.set_defaults(module="calibrate")

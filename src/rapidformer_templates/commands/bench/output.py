@@ -43,9 +43,8 @@ def spread(values: Sequence[float]) -> float:
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that :func:`put_out` reads."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
-    )
+    text = "write NAME.json and, if there is one, NAME.png here"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=text)
 
 
 def put_out(

@@ -54,12 +54,15 @@ def main(options: argparse.Namespace) -> int:
     words: list[str] = list(options.words)
     refused = [word for word in words if word.partition("=")[0].replace("_", "-") in REFUSED]
     if refused:
-        raise ConfigError(
-            f"{refused[0]} is not a flag of a measured run",
-            where=f"bench {options.name}",
-            hint="see --turns and --steps-a-turn",
-        )
-    base = _random_job(options, words) if options.scale else template_of(words)
+        message = f"{refused[0]} is not a flag of a measured run"
+        raise ConfigError(message, where=f"bench {options.name}", hint="see --turns and --steps-a-turn")
+    if options.scale:  # bench mfu: its flags come before those of the command line
+        model, config = SCALES[options.scale], parse(words, switch_options())
+        precision = fast_precision(kind_of(config.get("device") or "auto"))
+        is_open = precision != "fp32" and "mixed_precision" not in config.origins
+        narrow = ["--mixed-precision", precision] if is_open else []
+        words[:0] = [*narrow, "--micro-batch-size", str(model.micro_batch), "--lr", "1e-4"]
+    base = model.job(samples=1024) if options.scale else template_of(words)
     plan = base([*words, "--train-iters", "1", "--no-save"]).plan  # refuses bad flags before anything starts
     steps = options.steps_a_turn or (1 if plan.device == "cpu" else 10)
     total = str((options.turns + WARMUP) * steps)
@@ -71,16 +74,6 @@ def main(options: argparse.Namespace) -> int:
     title = f"{options.scale or ''} rapidformer {' '.join(words)}".lstrip()
     put_out(options, options.name, result, _table(result, title), draw=lambda axes: _draw(axes, result))
     return 0
-
-
-def _random_job(options: argparse.Namespace, words: list[str]) -> type[Trainer]:
-    """Return the template of ``bench mfu``, and put its flags before those of the command line."""
-    model = SCALES[options.scale]
-    config = parse(words, switch_options())
-    precision = fast_precision(kind_of(config.get("device") or "auto"))
-    narrow = ["--mixed-precision", precision] if precision != "fp32" and "mixed_precision" not in config.origins else []
-    words[:0] = [*narrow, "--micro-batch-size", str(model.micro_batch), "--lr", "1e-4"]
-    return model.job(samples=1024)
 
 
 def counting(base: type[Trainer]) -> type[Trainer]:
@@ -175,25 +168,18 @@ def figures_of(seconds: Sequence[float], rates: Sequence[float], batch: int, flo
 
 
 def _table(result: Mapping[str, Any], title: str) -> Table:
-    grid = Table(title=title, title_justify="left")
-    for heading in (
-        "samples/s",
-        "peak MB per worker",
-        "utilisation",
-        "precision",
-        "parameters",
-        "loss of the last step",
-    ):
+    grid, share = Table(title=title, title_justify="left"), result["utilisation"]
+    cells = {
+        "samples/s": f"{result['samples_per_second']:.2f} ± {result['samples_per_second_sd']:.2f}",
+        "peak MB per worker": f"{result['peak_mb']:,.0f}",
+        "utilisation": "not known" if share is None else f"{share:.3f}",
+        "precision": result["plan"]["precision"],
+        "parameters": f"{result['parameters']:,}",
+        "loss of the last step": f"{result['loss']:.4f}",
+    }
+    for heading in cells:
         grid.add_column(heading, justify="right")
-    share = result["utilisation"]
-    grid.add_row(
-        f"{result['samples_per_second']:.2f} ± {result['samples_per_second_sd']:.2f}",
-        f"{result['peak_mb']:,.0f}",
-        "not known" if share is None else f"{share:.3f}",
-        result["plan"]["precision"],
-        f"{result['parameters']:,}",
-        f"{result['loss']:.4f}",
-    )
+    grid.add_row(*cells.values())
     return grid
 
 

@@ -407,9 +407,8 @@ def _schedule(c: Conversion, steps: int) -> None:
     warmup, share, cap = c.number("warmup_steps"), c.number("warmup_ratio"), c.number("warmup_cap")
     if cap and warmup is None and "warmup_ratio" not in c.keys:  # axolotl's own warmup
         warmup = min(int((share or 0.0) * steps), cap) if steps else None
-        c.note(
-            "" if steps else f"the warmup has at most {cap:g} steps there. In a long run, set lr-warmup-iters: {cap:g}"
-        )
+        limit = f"the warmup has at most {cap:g} steps there. In a long run, set lr-warmup-iters: {cap:g}"
+        c.note("" if steps else limit)
     share = None if cap and warmup is not None else share
     is_count = warmup is not None and warmup >= 1
     c.flags["lr_warmup_iters" if is_count else "lr_warmup_fraction"] = warmup or share
@@ -418,9 +417,8 @@ def _schedule(c: Conversion, steps: int) -> None:
 
 def _check_shape(c: Conversion, style: str) -> None:
     """Leave out the flags that do not act on a schedule."""
-    c.drop(
-        *(name for name in SHAPING if name not in STYLES[style].takes), hint=f"lr-decay-style {style} does not have it"
-    )
+    hint = f"lr-decay-style {style} does not have it"
+    c.drop(*(name for name in SHAPING if name not in STYLES[style].takes), hint=hint)
 
 
 def _interval(c: Conversion, what: str, steps: int, epochs: float) -> str:

@@ -115,9 +115,8 @@ def _download_error(error: Exception, name: str, config: str | None, flag: str) 
     is_of_datasets = not isinstance(error, HfHubHTTPError) and not is_unreachable(error)
     if is_of_datasets and isinstance(error, ValueError):
         hint = f"give --data-config NAME; {page} lists the configurations"
-        return DataError(
-            f"{name} cannot be read: {reason(error)}", where="--data-config" if config else flag, hint=hint
-        )
+        message = f"{name} cannot be read: {reason(error)}"
+        return DataError(message, where="--data-config" if config else flag, hint=hint)
     if is_of_datasets and "gated" in str(error):
         hint = f"ask for access at {page}, then {log_in_hint()}"
         return DataError(f"the data set '{name}' is gated, and you have no access", where=flag, hint=hint)

@@ -261,8 +261,6 @@ def in_order_of_head(
         return list(names), note
     if head_labels == [f"LABEL_{i}" for i in range(len(head_labels))]:
         return list(names), f"the model does not name its labels, so its outputs mean {data_names}, in this order"
-    raise DataError(
-        f"the head of the model is for the labels {head_names}, and the data has {data_names}",
-        where="--pretrained-model-name-or-path",
-        hint="give the labels of the data the model's names, or train a new head with --new-head",
-    )
+    message = f"the head of the model is for the labels {head_names}, and the data has {data_names}"
+    hint = "give the labels of the data the model's names, or train a new head with --new-head"
+    raise DataError(message, where="--pretrained-model-name-or-path", hint=hint)

@@ -221,18 +221,16 @@ def _neighbouring_parts(training_file: Path, files: Sequence[Path], read: Sequen
 def _check_one(files: Sequence[Path], folder: Path) -> None:
     """Check that the files of a part are a single file, or all shards of one."""
     numbers = [SHARD.search(data_stem(path)) for path in files]
-    shards = [
-        (data_stem(path)[: of.start()], data_suffix(path), of[2]) for path, of in zip(files, numbers, strict=True) if of
-    ]
+    numbered = [(path, of) for path, of in zip(files, numbers, strict=True) if of]
+    shards = [(data_stem(path)[: of.start()], data_suffix(path), of[2]) for path, of in numbered]
     if len(files) > 1 and (len(shards) < len(files) or len(set(shards)) > 1):
         hint = "keep one, or choose one with --data-name: " + ", ".join(path.name for path in files)
         raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
     if shards and len({int(of[1]) for of in numbers if of}) != int(shards[0][2]):
         names_there = ", ".join(path.name for path in files)
         hint = f"add the others; there is: {names_there}"
-        raise DataError(
-            f"only {len(files)} of {int(shards[0][2])} shards are in {folder}", where="--data-dir", hint=hint
-        )
+        message = f"only {len(files)} of {int(shards[0][2])} shards are in {folder}"
+        raise DataError(message, where="--data-dir", hint=hint)
 
 
 def _by_part(files: Mapping[str, list[Path]], read: Sequence[str], where: Path | str) -> dict[str, list[Path]]:
@@ -243,9 +241,8 @@ def _by_part(files: Mapping[str, list[Path]], read: Sequence[str], where: Path |
     for part, fitting in names.items():
         if part in read and len(fitting) > 1:
             hint = f"keep one of {', '.join(fitting)}"
-            raise DataError(
-                f"several parts of {where} are for {NAMES_IN_MESSAGES[part]}", where="--data-name", hint=hint
-            )
+            message = f"several parts of {where} are for {NAMES_IN_MESSAGES[part]}"
+            raise DataError(message, where="--data-name", hint=hint)
     return {part: [path for name in fitting for path in files[name]] for part, fitting in names.items()}
 
 
@@ -276,11 +273,8 @@ def _parts_in_readme(folder: Path, name: str | None) -> dict[str, list[Path]]:
 def _check_inside(name: str, written_in: Path) -> None:
     """Raise a :class:`DataError` if a file that came with the data refers to data outside of its folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DataError(
-            f"it names data outside its folder: {name}",
-            where=str(written_in),
-            hint="copy the data into the folder, or name them yourself with --data-dir and --data-name",
-        )
+        hint = "copy the data into the folder, or name them yourself with --data-dir and --data-name"
+        raise DataError(f"it names data outside its folder: {name}", where=str(written_in), hint=hint)
 
 
 def _saved_parts(folder: Path) -> dict[str, list[Path]]:
@@ -449,12 +443,8 @@ def _rows(files: Sequence[tuple[Path, int]], *, saved: bool) -> int | None:
                 with pa.memory_map(str(folder / name["filename"])) as file, pa.ipc.open_stream(file) as batches:
                     rows += sum(batch.num_rows for batch in batches)
         return rows
-    text = sum(size for path, size in files if data_suffix(path) != ".parquet")
-    if text > MAX_COUNTED_BYTES:
+    texts = [(path, size) for path, size in files if data_suffix(path) != ".parquet"]
+    if sum(size for _, size in texts) > MAX_COUNTED_BYTES:
         return None
-    return sum(
-        parquet_row_count(path)
-        if data_suffix(path) == ".parquet"
-        else sum(1 for _ in ROW_READERS[data_suffix(path)](path, BadLines(skip=True)))
-        for path, _ in files
-    )
+    rows = sum(parquet_row_count(path) for path, _ in files if data_suffix(path) == ".parquet")
+    return rows + sum(1 for path, _ in texts for _ in ROW_READERS[data_suffix(path)](path, BadLines(skip=True)))

@@ -16,18 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from rapidformer_templates.data.finetuning import locating
 from rapidformer_templates.data.finetuning.column_names import check_column, find_column
-from rapidformer_templates.data.finetuning.locating import (
-    SAVED_DATA_ERRORS,
-    Located,
-    evaluated_sets,
-    held_out_rows,
-    locate,
-    locate_evaluated,
-    locate_part,
-    parts_read,
-    unreadable_error,
-)
 from rapidformer_templates.data.finetuning.messages import rows_with_texts
 from rapidformer_templates.data.streaming import RowStream, StreamedRow
 from rapidformer_templates.data.text.bad_lines import BadLines
@@ -179,12 +169,12 @@ def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableR
     parts: dict[str, DataPart] = {}
     if flags.streaming:
         parts["train"], stream = _open_stream(located.parts["train"], config, usable)
-    for name in parts_read(flags):
+    for name in locating.parts_read(flags):
         if name in located.parts and name not in parts:
             parts[name] = _usable(_read_part(located, located.parts[name], bad), bad, usable)
     named: dict[str, DataPart] = {}
-    for name, one in evaluated_sets(flags).items():
-        part = _usable(_read_part(*locate_evaluated(name, one), bad), bad, usable)
+    for name, one in locating.evaluated_sets(flags).items():
+        part = _usable(_read_part(*locating.locate_evaluated(name, one), bad), bad, usable)
         named[name] = _first(part, flags.max_eval_samples)
     bad.raise_all()
     train, valid = parts["train"], parts.get("valid")
@@ -195,7 +185,7 @@ def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableR
             raise DataError(message, where="--validation-fraction", hint="hold out less, or 0 for no validation")
         shuffled = np.random.default_rng(config.training.seed).permutation(len(train))
         is_held_out = np.zeros(len(train), dtype=bool)
-        is_held_out[shuffled[: held_out_rows(len(train), flags.validation_fraction)]] = True
+        is_held_out[shuffled[: locating.held_out_rows(len(train), flags.validation_fraction)]] = True
         train, valid = train.select(np.flatnonzero(~is_held_out)), train.select(np.flatnonzero(is_held_out))
     return LoadedDataset(
         train=_first(train, flags.max_train_samples) if stream is None else train,
@@ -221,7 +211,7 @@ def read_part(
             :func:`read_dataset`.
     """
     bad = BadLines(skip=config.data.skip_bad_lines) if bad is None else bad
-    part = _usable(_read_part(*locate_part(config.data, name), bad), bad, usable)
+    part = _usable(_read_part(*locating.locate_part(config.data, name), bad), bad, usable)
     bad.raise_all()
     part = _first(part, config.data.max_eval_samples)
     return LoadedDataset(train=part, valid=part)
@@ -236,13 +226,13 @@ def _usable(part: DataPart, bad: BadLines, usable: UsableRows) -> DataPart:
     return rows
 
 
-def locate_training(flags: DataFlags) -> Located:
+def locate_training(flags: DataFlags) -> locating.Located:
     """Find a data set with a training part, which must be files if it is streamed.
 
     Raises:
         DataError: there is no training part, or ``datasets`` saved what should be streamed.
     """
-    located = locate(flags)
+    located = locating.locate(flags)
     if flags.streaming and located.kind != "files":
         hint = "leave it out, or write the set as files: Dataset.to_parquet(…)"
         raise DataError(f"{located.name} was saved by datasets, and cannot be streamed", where="--streaming", hint=hint)
@@ -271,7 +261,7 @@ def _first(part: DataPart, count: int | None) -> DataPart:
     return part if count is None or count >= len(part) else part.select(np.arange(count))
 
 
-def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> DataPart:
+def _read_part(located: locating.Located, files: Sequence[Path], bad: BadLines) -> DataPart:
     """Return the rows of all files of a part, in order.
 
     Raises:
@@ -286,8 +276,8 @@ def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> DataPa
             table = datasets.load_from_disk(str(files[0]))
         else:
             table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
-    except SAVED_DATA_ERRORS as error:
-        raise unreadable_error(files[0], error) from error
+    except locating.SAVED_DATA_ERRORS as error:
+        raise locating.unreadable_error(files[0], error) from error
     assert isinstance(table, datasets.Dataset)
     if not len(table):
         raise DataError(EMPTY, where=str(files[0]), hint=EMPTY_HINT)
@@ -346,7 +336,14 @@ def part_of(
             hint = "rename it: the name of a column cannot have a zero byte or half of a character"
             raise DataError(f"the column {key!r} cannot be read", where=untabled.where(row), hint=hint)
         if _is_refused(values):
-            raise _refused_error(key, values, untabled)
+            # The first row whose value does not fit into the table with those before.
+            row = bisect_left(range(len(values) + 1), True, key=lambda count: _is_refused(values[:count])) - 1
+            what, hint = "which has another type than the rows before", "a column holds values of one type"
+            if _is_refused([values[row]]):
+                what = "which cannot be read"
+                hint = "fix the value: a table cannot hold a number of more than 64 bits or half of a character"
+            message = f"the column '{key}' holds {str(values[row])[:40]!r}, {what}"
+            raise DataError(message, where=untabled.where(row), hint=hint)
     try:
         table = datasets.Dataset.from_dict(columns)
     except (pa.ArrowException, ValueError) as error:  # names of inner fields, for instance, that a table cannot have
@@ -386,17 +383,6 @@ def part_of_stream(rows: Sequence[StreamedRow], bad: BadLines | None = None) -> 
     files = {path: number for number, path in enumerate(dict.fromkeys(str(row.path) for row in rows))}
     origins = [(files[str(row.path)], row.number) for row in rows]
     return part_of([row.row or {} for row in rows], origins, tuple(files), bad)
-
-
-def _refused_error(key: str, values: list[object], part: DataPart) -> DataError:
-    """Return the error about the first row whose value does not fit into the table with those before."""
-    row = bisect_left(range(len(values) + 1), True, key=lambda count: _is_refused(values[:count])) - 1
-    value = f"the column '{key}' holds {str(values[row])[:40]!r}"
-    if _is_refused([values[row]]):
-        hint = "fix the value: a table cannot hold a number of more than 64 bits or half of a character"
-        return DataError(f"{value}, which cannot be read", where=part.where(row), hint=hint)
-    message = f"{value}, which has another type than the rows before"
-    return DataError(message, where=part.where(row), hint="a column holds values of one type")
 
 
 def _is_refused(values: list[object]) -> bool:

@@ -17,8 +17,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables
-from rapidformer_templates.data.order import Passes, keep_apart
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.order import Passes, Stream, keep_apart
 from rapidformer_templates.data.types import Data, Endless, SampleSet, SizeOf, size_function
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.system.files import hash_of
@@ -246,9 +245,8 @@ def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Dat
     if len(set(fields.values())) > 1:
         shown = "; ".join(f"{name}: {', '.join(names)}" for name, names in fields.items())
         hint = "mix sets of one kind; conversations can be mixed with plain text under --loss-on all"
-        raise DataError(
-            f"the sets of the mixture have samples of different kinds ({shown})", where="--data-name", hint=hint
-        )
+        message = f"the sets of the mixture have samples of different kinds ({shown})"
+        raise DataError(message, where="--data-name", hint=hint)
     trained = []
     for number, (name, data) in enumerate(sources.items()):
         assert data.train is not None

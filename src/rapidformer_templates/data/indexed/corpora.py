@@ -102,9 +102,8 @@ def check_corpora(config: RunConfig) -> None:
             raise DataError(f"there is no raw text for {spelling(flag)}", where=where, hint=hint)
     if config.origin("text_unit") != "default" and not any(data_suffix(file) == ".txt" for file in files):
         where = f"--text-unit ({config.origin('text_unit')})"
-        raise DataError(
-            "there is no .txt file for --text-unit", where=where, hint="leave it out; other formats have rows"
-        )
+        message = "there is no .txt file for --text-unit"
+        raise DataError(message, where=where, hint="leave it out; other formats have rows")
 
 
 def streamed_corpus(flags: DataFlags) -> list[Path]:
@@ -148,11 +147,9 @@ def _check_tokens(dataset: IndexedDataset, tokenizer: PreTrainedTokenizerFast, c
     """
     sums = read_sums(dataset.prefix)
     if sums is not None and sums.get("vocabulary") not in (None, vocabulary_id(tokenizer.backend_tokenizer)):
-        raise DataError(
-            "the set was tokenized with another vocabulary than this run's",
-            where=dataset.prefix,
-            hint="name the tokenizer that made it (--tokenizer-type, --tokenizer-path), or tokenize the text again",
-        )
+        message = "the set was tokenized with another vocabulary than this run's"
+        hint = "name the tokenizer that made it (--tokenizer-type, --tokenizer-path), or tokenize the text again"
+        raise DataError(message, where=dataset.prefix, hint=hint)
     vocabulary = vocabulary_size(tokenizer)
     if sums is not None and sums["bin"]["bytes"] == bin_path(dataset.prefix).stat().st_size:
         largest = sums["largest_token"]

@@ -134,14 +134,12 @@ class IndexedDataset:
         if not MAGIC.startswith(head[: len(MAGIC)]):
             raise DataError("this is not an index in Megatron's format (MMIDIDX)", where=str(path), hint=_ANEW)
         if len(head) < HEADER.size:
-            raise DataError(
-                f"the index is truncated: {size} bytes are less than its header", where=str(path), hint=_ANEW
-            )
+            message = f"the index is truncated: {size} bytes are less than its header"
+            raise DataError(message, where=str(path), hint=_ANEW)
         _, version, code, sequences, entries = HEADER.unpack(head)
         if version != VERSION:
-            raise DataError(
-                f"the index has version {version}; only {VERSION} is supported", where=str(path), hint=_ANEW
-            )
+            message = f"the index has version {version}; only {VERSION} is supported"
+            raise DataError(message, where=str(path), hint=_ANEW)
         if code not in TYPES:
             raise DataError(f"the index has an unknown token type (code {code})", where=str(path), hint=_ANEW)
         self.dtype = TYPES[code]

@@ -78,9 +78,8 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> I
     for one in sets:
         if one.has_modes:
             hint = "join such sets with the tools that made them"
-            raise DataError(
-                "the set holds modes (images with text), which cannot be joined", where=one.prefix, hint=hint
-            )
+            message = "the set holds modes (images with text), which cannot be joined"
+            raise DataError(message, where=one.prefix, hint=hint)
     all_sums = {prefix: read_sums(prefix) for prefix in prefixes}
     vocabularies = {prefix: sums.get("vocabulary") if sums else None for prefix, sums in all_sums.items()}
     recorded = {prefix: name for prefix, name in vocabularies.items() if name}
@@ -124,6 +123,9 @@ class Damage:
     file: Path
     what: str
 
+    def to_json(self) -> dict[str, str]:
+        return {"file": str(self.file), "what": self.what}
+
 
 def verify(prefix: str) -> list[Damage] | None:
     """Compare the bytes of a set with its checksums.
@@ -146,9 +148,8 @@ def verify(prefix: str) -> list[Damage] | None:
         raise DataError("the checksums belong to another set", where=str(sums_path(prefix)), hint=hint)
     problems = []
     if crc32(idx_path(prefix)) != sums["idx"]["crc32"]:
-        problems.append(
-            Damage(idx_path(prefix), "the index differs from what was written: documents may end elsewhere")
-        )
+        what = "the index differs from what was written: documents may end elsewhere"
+        problems.append(Damage(idx_path(prefix), what))
     for block, (recorded, checksum) in enumerate(zip(sums["bin"]["crc32"], block_sums(path, size), strict=True)):
         if recorded != checksum:
             start, stop = block * size, min((block + 1) * size, dataset.token_count * dataset.dtype.itemsize)
@@ -297,8 +298,6 @@ def unigram_loss(dataset: IndexedDataset, train: tuple[int, int], held_out: tupl
     """
     train_counts, held_out_counts = counts_of(dataset, train), counts_of(dataset, held_out)
     size = max(len(train_counts), len(held_out_counts))
-    train_counts, held_out_counts = (
-        np.pad(counts, (0, size - len(counts))) for counts in (train_counts, held_out_counts)
-    )
+    train_counts, held_out_counts = (np.pad(n, (0, size - len(n))) for n in (train_counts, held_out_counts))
     likelihood = np.log(train_counts + 1) - np.log(train_counts.sum() + size)
     return float(-(held_out_counts * likelihood).sum() / held_out_counts.sum())

@@ -97,12 +97,7 @@ class IndexedWriter:
     """
 
     def __init__(
-        self,
-        prefix: str | Path,
-        dtype: np.dtype,
-        *,
-        overwrite: bool = False,
-        vocabulary: str | None = None,
+        self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False, vocabulary: str | None = None
     ) -> None:
         self.prefix = prefix_of(prefix)
         self.vocabulary = vocabulary

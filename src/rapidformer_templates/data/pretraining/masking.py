@@ -53,9 +53,8 @@ class MaskTokens:
         at_least_one: bool = False,
     ) -> None:
         if tokenizer.mask_token_id is None:
-            raise DataError(
-                "the tokenizer has no mask token", where="--task", hint="use the tokenizer of a masked language model"
-            )
+            message = "the tokenizer has no mask token"
+            raise DataError(message, where="--task", hint="use the tokenizer of a masked language model")
         self.probability = probability
         self.at_least_one = at_least_one
         self.mask_id = tokenizer.mask_token_id

@@ -16,14 +16,7 @@ from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.packing import check_packable, check_packable_model
-from rapidformer_templates.data.pretraining.masking import (
-    MaskTokens,
-    SpanCorruption,
-    check_mask_probability,
-    check_short_probability,
-    sentinels_of,
-    span_sizes,
-)
+from rapidformer_templates.data.pretraining import masking
 from rapidformer_templates.data.pretraining.sentence_pairs import SentencePairs
 from rapidformer_templates.data.pretraining.windows import Documents, GPTSamples
 from rapidformer_templates.data.types import Augment, Endless, Model, ModelOutputs, Sample, Tensors
@@ -160,11 +153,9 @@ class Causal(Objective):
     def use_labels(self, use: LabelUse) -> bool:
         check_causal(use, "--task pretraining")
         if use.shifts and not use.takes_shifted:
-            raise ModelError(
-                f"{use.model} does not take shift_labels, without which windows of a corpus lose targets",
-                where="--task pretraining",
-                hint="fine-tune it with --task causal_lm, whose labels it shifts itself",
-            )
+            message = f"{use.model} does not take shift_labels, without which windows of a corpus lose targets"
+            hint = "fine-tune it with --task causal_lm, whose labels it shifts itself"
+            raise ModelError(message, where="--task pretraining", hint=hint)
         self._model_shifts = use.shifts
         return True
 
@@ -193,15 +184,17 @@ class Masked(Objective):
 
     def check(self) -> None:
         super().check()
-        check_mask_probability(self.options.mask_prob)
+        masking.check_mask_probability(self.options.mask_prob)
         assert self.mask
 
     @cached_property
-    def mask(self) -> MaskTokens:
+    def mask(self) -> masking.MaskTokens:
         """Masks tokens."""
         options = self.options
         words = options.whole_word_mask
-        return MaskTokens(self.task.tokenizer, options.mask_prob, whole_words=words, at_least_one=self.at_least_one)
+        return masking.MaskTokens(
+            self.task.tokenizer, options.mask_prob, whole_words=words, at_least_one=self.at_least_one
+        )
 
     @property
     def end_token(self) -> int:
@@ -289,10 +282,10 @@ class Spans(Objective):
         assert self.spans
 
     @cached_property
-    def spans(self) -> SpanCorruption:
+    def spans(self) -> masking.SpanCorruption:
         """Masks spans."""
-        sizes = span_sizes(self.task.seq_length, self.options.mask_prob, self.options.mean_span_length)
-        return SpanCorruption(sizes, sentinels_of(self.task.tokenizer), self.token("eos"))
+        sizes = masking.span_sizes(self.task.seq_length, self.options.mask_prob, self.options.mean_span_length)
+        return masking.SpanCorruption(sizes, masking.sentinels_of(self.task.tokenizer), self.token("eos"))
 
     @property
     def window(self) -> int:
@@ -315,8 +308,8 @@ class MaskWindows:
         short_probability: fraction of the windows that are truncated.
     """
 
-    def __init__(self, mask: MaskTokens, around: tuple[int, int], short_probability: float) -> None:
-        check_short_probability(short_probability)
+    def __init__(self, mask: masking.MaskTokens, around: tuple[int, int], short_probability: float) -> None:
+        masking.check_short_probability(short_probability)
         self.mask = mask
         self.around = around
         self.short_probability = short_probability

@@ -16,8 +16,8 @@ import numpy as np
 
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.order import NewestEpochs, Stream
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_short_probability
-from rapidformer_templates.data.random_streams import NewestEpochs, Stream
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import PairLabel
 from rapidformer_templates.system.files import hash_of

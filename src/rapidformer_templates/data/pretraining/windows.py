@@ -20,7 +20,7 @@ import numpy as np
 
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
-from rapidformer_templates.data.random_streams import NewestEpochs, Stream
+from rapidformer_templates.data.order import NewestEpochs, Stream
 from rapidformer_templates.data.types import Rows
 from rapidformer_templates.system.files import hash_of
 
@@ -117,9 +117,8 @@ class GPTSamples:
         return Rows(columns)
 
     def _tables(self, epoch: int) -> Tables:
-        name = "gpt-" + hash_of(
-            [TABLES_VERSION, identity(self.dataset.prefix), self.part, self.length, self.overlap, self.seed, epoch]
-        )
+        shape = (self.part, self.length, self.overlap, self.seed, epoch)
+        name = "gpt-" + hash_of([TABLES_VERSION, identity(self.dataset.prefix), *shape])
         return self.cache(name, lambda: self._make_tables(epoch))
 
     def _make_tables(self, epoch: int) -> Tables:

@@ -14,15 +14,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import Collate, PadCollate, Ragged, TokenizedSamples, count_targets
+from rapidformer_templates.data.finetuning import tables
 from rapidformer_templates.data.finetuning.labels import in_order_of_head
 from rapidformer_templates.data.finetuning.locating import check_evaluated, flags_of_sets, locate, locate_part
-from rapidformer_templates.data.finetuning.tables import (
-    DataPart,
-    LoadedDataset,
-    locate_training,
-    read_dataset,
-    read_part,
-)
 from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.indexed.blend import mixed, whole_weights
 from rapidformer_templates.data.loader import MicroBatch, to_device
@@ -144,7 +138,7 @@ class Task(ABC):
         data = self.config.data
         check_evaluated(data)
         if data.streaming:
-            locate_training(data)
+            tables.locate_training(data)
         else:
             if self.is_trained:
                 for flags in flags_of_sets(data):
@@ -230,11 +224,9 @@ class Task(ABC):
             ModelError: the head depends on labels, and the data that name them were not read.
         """
         if type(self).config_overrides is not Task.config_overrides and not self.labels:
-            raise ModelError(
-                f"the model of --task {self.name} has a head for the labels that the task's own data name",
-                where="build_model()",
-                hint="with your own build_data(), override build_model() as well",
-            )
+            message = f"the model of --task {self.name} has a head for the labels that the task's own data name"
+            hint = "with your own build_data(), override build_model() as well"
+            raise ModelError(message, where="build_model()", hint=hint)
         return build_model(self.config, self.auto_class, self.tokenizer, **self.config_overrides())
 
     def check_model(self, model: nn.Module) -> None:  # noqa: B027 - most tasks suit every model
@@ -343,7 +335,7 @@ class Task(ABC):
         """Return the decisions that the model's configuration contains."""
         return {}
 
-    def read_rows(self) -> LoadedDataset:
+    def read_rows(self) -> tables.LoadedDataset:
         """Read the rows of ``--data-dir`` and ``--data-name``: all parts for a run, or only the part to evaluate.
 
         Raises:
@@ -352,11 +344,11 @@ class Task(ABC):
         self.bad = BadLines(skip=self.config.data.skip_bad_lines)
         self.notes = []
         if self.is_trained:
-            return read_part(self.config, self.part, self.bad, self.usable_rows)
+            return tables.read_part(self.config, self.part, self.bad, self.usable_rows)
         self.columns = {}
-        return read_dataset(self.config, self.bad, self.usable_rows)
+        return tables.read_dataset(self.config, self.bad, self.usable_rows)
 
-    def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
+    def usable_rows(self, part: tables.DataPart, bad: BadLines) -> tables.DataPart:
         """Return the rows of a part that can be learned or evaluated. The others are noted in ``bad``.
 
         The training part comes first.
@@ -366,7 +358,7 @@ class Task(ABC):
         """
         return part
 
-    def unread_rows(self, part: DataPart) -> LoadedDataset:
+    def unread_rows(self, part: tables.DataPart) -> tables.LoadedDataset:
         """Return a part that is already in memory, in place of :meth:`read_rows`.
 
         Raises:
@@ -375,9 +367,9 @@ class Task(ABC):
         self.bad = BadLines(advice="")
         rows = self.usable_rows(part, self.bad)
         self.bad.raise_all()
-        return LoadedDataset(train=rows, valid=rows)
+        return tables.LoadedDataset(train=rows, valid=rows)
 
-    def column(self, part: DataPart, flag: str, usual: Sequence[str]) -> str:
+    def column(self, part: tables.DataPart, flag: str, usual: Sequence[str]) -> str:
         """Return the column that a flag names, else the known one (``columns``), else the first of the usual names.
 
         The column of the training part is remembered.
@@ -388,7 +380,7 @@ class Task(ABC):
         name = self.column_if_any(part, flag, usual)
         return part.column(flag, None, usual) if name is None else name
 
-    def column_if_any(self, part: DataPart, flag: str, usual: Sequence[str]) -> str | None:
+    def column_if_any(self, part: tables.DataPart, flag: str, usual: Sequence[str]) -> str | None:
         """Return the same as :meth:`column`, or None if there is no such column.
 
         It is None if no flag names a column, and the training part had none or this part has none.
@@ -425,7 +417,7 @@ class Task(ABC):
         return self.config.data.text_column or trained or MESSAGES
 
     @abstractmethod
-    def inputs(self, part: DataPart) -> Inputs:
+    def inputs(self, part: tables.DataPart) -> Inputs:
         """Tokenize rows to predict, without reading labels.
 
         Raises:
@@ -458,11 +450,8 @@ def round_score(value: float) -> float:
 
 def label_map(names: Sequence[str]) -> dict[str, object]:
     """Return the attributes of a model's configuration that name its labels."""
-    return {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: i for i, name in enumerate(names)},
-    }
+    numbers = {name: number for number, name in enumerate(names)}
+    return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
 
 
 def text_value(value: object, column: str, *, may_be_empty: bool = True) -> str:
@@ -479,7 +468,7 @@ def text_value(value: object, column: str, *, may_be_empty: bool = True) -> str:
     return value
 
 
-def texts_of(part: DataPart, column: str, *, may_be_missing: bool = False) -> list[str]:
+def texts_of(part: tables.DataPart, column: str, *, may_be_missing: bool = False) -> list[str]:
     """Return the texts of a column.
 
     Args:
@@ -532,7 +521,7 @@ def tokenized(
     return fields
 
 
-def with_tokens(rows: Ragged, part: DataPart, column: str) -> Ragged:
+def with_tokens(rows: Ragged, part: tables.DataPart, column: str) -> Ragged:
     """Check that each text of a column has at least one token, and return the tokens.
 
     Raises:

@@ -18,36 +18,16 @@ from rapidformer_templates.data.collate import (
     TokenizedSamples,
     shifted_left,
 )
-from rapidformer_templates.data.finetuning.chat import (
-    Columns,
-    find_columns,
-    find_prompt_columns,
-    known_columns,
-    read_prompt,
-    rows_of,
-)
+from rapidformer_templates.data.finetuning import chat
 from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader
 from rapidformer_templates.data.finetuning.tables import DataPart, LoadedDataset, UsableRows, part_of_stream
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate, padded_left
 from rapidformer_templates.data.loader import to_device
+from rapidformer_templates.data.order import Stream
 from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mask_probability
-from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.streaming import BlockResult, StreamedRow, StreamedSamples, buffer_of
-from rapidformer_templates.data.tasks.base import (
-    Inputs,
-    Loss,
-    Record,
-    Task,
-    as_data,
-    device_of,
-    padding_of,
-    round_score,
-    text_value,
-    texts_of,
-    tokenized,
-    with_tokens,
-)
+from rapidformer_templates.data.tasks import base
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.special_tokens import added_tokens, once
 from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, SampleSet, Tensors
@@ -73,7 +53,7 @@ class Block:
     bad: BadLines
 
 
-def sets_of(raw: LoadedDataset, task: Task, make: Make) -> dict[str, TokenizedSamples | StreamedSamples]:
+def sets_of(raw: LoadedDataset, task: base.Task, make: Make) -> dict[str, TokenizedSamples | StreamedSamples]:
     """Return the samples of each existing part by name.
 
     Raises:
@@ -112,7 +92,7 @@ def _block_of_rows(
     return BlockResult(samples, skipped=block.bad.skipped)
 
 
-class ContinuesTexts(Task):
+class ContinuesTexts(base.Task):
     """Base of tasks whose models predict by continuing texts and answering conversations."""
 
     @property
@@ -120,15 +100,15 @@ class ContinuesTexts(Task):
         """Name of the text column for a text given alone. It is continued, regardless of the training data."""
         return self.config.data.text_column or TEXT_COLUMNS[0]
 
-    def inputs(self, part: DataPart) -> Inputs:
+    def inputs(self, part: DataPart) -> base.Inputs:
         """Tokenize texts to continue and conversations to answer.
 
         Raises:
             DataError: a column is missing, a row cannot be used, or a prompt leaves the model no room to write.
         """
-        columns, tokenizer = find_prompt_columns(part, self.config.data, self.columns or {}), self.tokenizer
+        columns, tokenizer = chat.find_prompt_columns(part, self.config.data, self.columns or {}), self.tokenizer
         reader = ChatReader(tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
-        unanswered = reader.read(part, rows_of(part, columns), partial(read_prompt, columns))
+        unanswered = reader.read(part, chat.rows_of(part, columns), partial(chat.read_prompt, columns))
         reader.bad.raise_all()
         ends, added = {tokenizer.eos_token_id, tokenizer.sep_token_id}, added_tokens(tokenizer)
         positions, prompts = positions_of(self.model_config), []
@@ -139,20 +119,18 @@ class ContinuesTexts(Task):
             if isinstance(one, str) and ids and ids[-1] in ends:
                 ids = ids[:-1]  # the tokenizer ends each text, but this text must be continued
             if not ids:
-                raise DataError(
-                    "the prompt has no token", where=part.where(row), hint="write a text that the model can continue"
-                )
+                message = "the prompt has no token"
+                raise DataError(message, where=part.where(row), hint="write a text that the model can continue")
             if positions is not None and len(ids) >= positions:
                 message = f"the prompt has {len(ids)} tokens, and the model takes {positions}, including what it writes"
                 raise DataError(message, where=part.where(row), hint="shorten it")
             prompts.append(ids)
-        return Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts)}))
+        return base.Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts)}))
 
-    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[base.Record]:
         """Generate the continuation of each prompt."""
-        pad = self.tokenizer.pad_token_id
-        assert isinstance(pad, int)
-        batch = to_device(padded_left([row["input_ids"] for row in rows], pad), device_of(model))
+        pad = base.padding_of(self.tokenizer)["input_ids"]
+        batch = to_device(padded_left([row["input_ids"] for row in rows], pad), base.device_of(model))
         length, positions = batch["input_ids"].shape[1], positions_of(self.model_config)
         room = generation.max_new_tokens or DEFAULT_NEW_TOKENS
         new_tokens = room if positions is None else min(room, positions - length)
@@ -188,7 +166,7 @@ class CausalLM(ContinuesTexts):
         self._model_shifts = use.shifts
         return True
 
-    def compute_loss(self, model: Model, batch: Tensors) -> Loss:
+    def compute_loss(self, model: Model, batch: Tensors) -> base.Loss:
         if not self._model_shifts:
             batch = {**batch, "labels": shifted_left(batch["labels"])}
         return model(**batch).loss
@@ -204,31 +182,30 @@ class CausalLM(ContinuesTexts):
         sets = sets_of(raw, self, partial(self._set, columns))
         if raw.stream is not None:
             self._add_notes(columns, raw.train)
-        pad = self.tokenizer.pad_token_id
-        assert isinstance(pad, int)
+        pad = base.padding_of(self.tokenizer)["input_ids"]
         if self.packs:
             padding = {"input_ids": pad, "labels": IGNORED, "position_ids": 0}
             # One shape for all batches: rows are nearly full, and graphs are compiled once.
-            return as_data(sets, PadCollate(padding, mask=False, length=self.seq_length))
+            return base.as_data(sets, PadCollate(padding, mask=False, length=self.seq_length))
         if self._learns_answers(columns):
-            return as_data(sets, PadCollate({"input_ids": pad, "labels": IGNORED}))
-        return as_data(sets, CausalCollate(pad))
+            return base.as_data(sets, PadCollate({"input_ids": pad, "labels": IGNORED}))
+        return base.as_data(sets, CausalCollate(pad))
 
-    def _add_notes(self, columns: Columns, first: DataPart) -> None:
+    def _add_notes(self, columns: chat.Columns, first: DataPart) -> None:
         """Add the notes that depend on the tokenizer and its template, from the first rows of a stream."""
-        rows = list(rows_of(first, columns))
+        rows = list(chat.rows_of(first, columns))
         if columns.kind == "text":
-            tokenized(self.tokenizer, [text for (text,) in rows if isinstance(text, str)], notes=self.notes)
+            base.tokenized(self.tokenizer, [text for (text,) in rows if isinstance(text, str)], notes=self.notes)
             return
         reader = self._reader(columns, BadLines(), whole=False, notes=self.notes)
         reader.encoded(reader.rendered(first, columns))
 
-    def _reader(self, columns: Columns, bad: BadLines, *, whole: bool, notes: list[str]) -> ChatReader:
+    def _reader(self, columns: chat.Columns, bad: BadLines, *, whole: bool, notes: list[str]) -> ChatReader:
         learns_answers = self._learns_answers(columns)
         return ChatReader(self.tokenizer, self.seq_length, learns_answers, whole=whole, bad=bad, notes=notes)
 
-    def _columns(self, part: DataPart) -> Columns:
-        columns = known_columns(self.config.data, self.columns or {}) or find_columns(part, self.config.data)
+    def _columns(self, part: DataPart) -> chat.Columns:
+        columns = chat.known_columns(self.config.data, self.columns or {}) or chat.find_columns(part, self.config.data)
         self.remember(columns.to_state())
         return columns
 
@@ -238,14 +215,14 @@ class CausalLM(ContinuesTexts):
         if columns.kind != "text":
             return part
         column = columns.names[0]
-        return part.usable([column], partial(text_value, column=column, may_be_empty=not bad.skip), bad)
+        return part.usable([column], partial(base.text_value, column=column, may_be_empty=not bad.skip), bad)
 
-    def _samples(self, name: str, part: DataPart, columns: Columns, block: Block | None) -> TokenizedSamples:
+    def _samples(self, name: str, part: DataPart, columns: chat.Columns, block: Block | None) -> TokenizedSamples:
         if columns.kind == "text":
             if self.config.data.loss_on == "answers":
                 hint = "plain text has no answers: give messages, or prompt and completion; or leave it out"
                 raise DataError(f"the column '{columns.names[0]}' holds plain text", where="--loss-on", hint=hint)
-            return self._of_texts(name, part, texts_of(part, columns.names[0]), block)
+            return self._of_texts(name, part, base.texts_of(part, columns.names[0]), block)
         if block is None:
             reader = self._reader(columns, self.bad, whole=True, notes=self.notes)
         else:
@@ -253,7 +230,7 @@ class CausalLM(ContinuesTexts):
         return reader.samples(name, part, columns)
 
     def _of_texts(self, name: str, part: DataPart, texts: Sequence[str], block: Block | None) -> TokenizedSamples:
-        rows, end = tokenized(self.tokenizer, texts, notes=self.notes)["input_ids"], self.tokenizer.eos_token_id
+        rows, end = base.tokenized(self.tokenizer, texts, notes=self.notes)["input_ids"], self.tokenizer.eos_token_id
         ended = []
         for i in range(len(rows)):
             row = rows[i]
@@ -271,7 +248,7 @@ class CausalLM(ContinuesTexts):
             self.notes.append(f"{name}: {unused}: they are empty, or too short to learn from ({part.where(first)} …)")
         return TokenizedSamples({"input_ids": Ragged(learnable)})
 
-    def _set(self, columns: Columns, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:
+    def _set(self, columns: chat.Columns, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:
         samples = self._samples(name, part, columns.of(part), block)
         if not self.packs or not len(samples):
             return samples
@@ -280,13 +257,11 @@ class CausalLM(ContinuesTexts):
         stream = Stream.PACKED_TRAINING if name == "train" else Stream.PACKED_VALIDATION
         generator = np.random.default_rng((self.config.training.seed, stream))
         packed = PackedRows(samples, self.seq_length, generator)
-        self.notes.append(
-            f"{name}: {len(samples):,} samples are packed into {len(packed):,} rows of {self.seq_length} tokens, "
-            f"{packed.lengths.mean() / self.seq_length:.1%} filled; batch sizes count rows"
-        )
+        rows = f"{len(packed):,} rows of {self.seq_length} tokens, {packed.lengths.mean() / self.seq_length:.1%} filled"
+        self.notes.append(f"{name}: {len(samples):,} samples are packed into {rows}; batch sizes count rows")
         return packed
 
-    def _learns_answers(self, columns: Columns) -> bool:
+    def _learns_answers(self, columns: chat.Columns) -> bool:
         return columns.kind != "text" and self.config.data.loss_on != "all"
 
     def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -315,7 +290,7 @@ BEST = 5
 """Number of candidate tokens reported for each mask."""
 
 
-class MaskedLM(Task):
+class MaskedLM(base.Task):
     """Each text is one sample, cut to the sequence length. Masks change in each epoch. The metric is token accuracy."""
 
     name = "masked_lm"
@@ -333,18 +308,20 @@ class MaskedLM(Task):
 
     def read_data(self) -> Data:
         raw = self.read_rows()
-        collate = PadCollate({**padding_of(self.tokenizer), "labels": IGNORED})
-        return as_data(sets_of(raw, self, self._set), collate, self._mask())
+        collate = PadCollate({**base.padding_of(self.tokenizer), "labels": IGNORED})
+        return base.as_data(sets_of(raw, self, self._set), collate, self._mask())
 
     def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
         """Return the rows with a text. Empty texts are only left out on request."""
         column = self.column(part, "text_column", TEXT_COLUMNS)
-        return part.usable([column], partial(text_value, column=column, may_be_empty=not bad.skip), bad)
+        return part.usable([column], partial(base.text_value, column=column, may_be_empty=not bad.skip), bad)
 
     def _set(self, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:
         column = self.column(part, "text_column", TEXT_COLUMNS)
-        fields = tokenized(self.tokenizer, texts_of(part, column), max_length=self.seq_length, notes=self.notes)
-        return TokenizedSamples({**fields, "input_ids": with_tokens(fields["input_ids"], part, column)})
+        fields = base.tokenized(
+            self.tokenizer, base.texts_of(part, column), max_length=self.seq_length, notes=self.notes
+        )
+        return TokenizedSamples({**fields, "input_ids": base.with_tokens(fields["input_ids"], part, column)})
 
     def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[np.ndarray], list[np.ndarray]]:
         return predicted_tokens(outputs.logits.argmax(dim=-1), batch["labels"])
@@ -352,7 +329,7 @@ class MaskedLM(Task):
     def compute_metrics(self, predictions: list[np.ndarray], references: list[np.ndarray]) -> dict[str, float]:
         return token_accuracy(predictions, references)
 
-    def inputs(self, part: DataPart) -> Inputs:
+    def inputs(self, part: DataPart) -> base.Inputs:
         column = self.column(part, "text_column", TEXT_COLUMNS)
         samples = self._set("input", part, None)
         for row, sample in enumerate(samples):
@@ -360,25 +337,21 @@ class MaskedLM(Task):
                 mask, length = self.tokenizer.mask_token, self.seq_length
                 message = f"there is no {mask} within the first {length} tokens of the column '{column}'"
                 raise DataError(message, where=part.where(row), hint=f"write {mask} in place of the word to predict")
-        return Inputs.of(samples)
+        return base.Inputs.of(samples)
 
-    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[base.Record]:
         """Return the most likely tokens for each mask, and the text with the first candidates filled in."""
         outputs, batch = self.outputs(model, rows)
         hidden = batch["input_ids"] == self.tokenizer.mask_token_id
         best = outputs.logits.float().softmax(dim=-1).topk(BEST, dim=-1)
         filled = torch.where(hidden, best.indices[..., 0], batch["input_ids"])
-        records: list[Record] = []
+        records: list[base.Record] = []
         for i in range(len(rows)):
             masks = []
             for place in hidden[i].nonzero()[:, 0].tolist():
-                candidates = zip(best.indices[i, place].tolist(), best.values[i, place].tolist(), strict=True)
-                masks.append(
-                    [
-                        {"token": str(self.tokenizer.decode([token])).strip(), "score": round_score(score)}
-                        for token, score in candidates
-                    ]
-                )
+                texts = [str(self.tokenizer.decode([token])).strip() for token in best.indices[i, place].tolist()]
+                scores = map(base.round_score, best.values[i, place].tolist())
+                masks.append([{"token": token, "score": score} for token, score in zip(texts, scores, strict=True)])
             text = self.tokenizer.decode(filled[i][batch["attention_mask"][i] > 0], skip_special_tokens=True)
             records.append({"text": text, "masks": masks})
         return records

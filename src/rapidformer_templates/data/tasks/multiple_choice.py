@@ -16,18 +16,7 @@ from rapidformer_templates.data.finetuning.labels import label_text
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.loader import to_device
-from rapidformer_templates.data.tasks.base import (
-    Inputs,
-    Predictions,
-    Record,
-    Task,
-    as_data,
-    device_of,
-    padding_of,
-    round_score,
-    text_value,
-    tokenized,
-)
+from rapidformer_templates.data.tasks import base
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
@@ -79,8 +68,8 @@ class ChoiceColumns:
                 The caller adds the location.
         """
         row = dict(zip(self.names(), values, strict=True))
-        context = text_value(row[self.context], self.context, may_be_empty=False)
-        begin = f"{text_value(row[self.beginning], self.beginning, may_be_empty=False)} " if self.beginning else ""
+        context = base.text_value(row[self.context], self.context, may_be_empty=False)
+        begin = f"{base.text_value(row[self.beginning], self.beginning, may_be_empty=False)} " if self.beginning else ""
         texts: object = [row[name] for name in self.choices] if len(self.choices) > 1 else row[self.choices[0]]
         names: Sequence[object] = ()
         if isinstance(texts, Mapping):  # CommonsenseQA and ARC: {"text": […], "label": ["A", "B", …]}
@@ -92,7 +81,7 @@ class ChoiceColumns:
             raise DataError(message, hint='write a list, such as ["a cat", "a dog"]')
         if len(texts) < 2:
             raise DataError(f"the column '{column}' has {len(texts)} choices", hint="a row needs at least two")
-        choices = [begin + text_value(choice, column, may_be_empty=False) for choice in texts]
+        choices = [begin + base.text_value(choice, column, may_be_empty=False) for choice in texts]
         label = self._index_of(row[self.label], names or ascii_uppercase, len(choices)) if self.label else None
         return ChoiceExample(context, choices, label)
 
@@ -112,7 +101,7 @@ class ChoiceColumns:
         return indices[text]
 
 
-class MultipleChoice(Task):
+class MultipleChoice(base.Task):
     """Columns with a context, a list of choices, and the index of the right one.
 
     ``--text-column``, ``--pair-column`` and ``--label-column`` name them. A sample has a row of tokens for each choice:
@@ -135,7 +124,7 @@ class MultipleChoice(Task):
             examples = part.read(columns.names(), columns.read)
             labels = [example.label for example in examples]
             sets[name] = ChoiceSamples({**self._tokens(examples), "labels": labels}, len(examples[0].choices))
-        return as_data(sets, ChoiceCollate(padding_of(self.tokenizer)))
+        return base.as_data(sets, ChoiceCollate(base.padding_of(self.tokenizer)))
 
     def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
         """Return the rows with a right choice and with as many choices as the first row."""
@@ -153,7 +142,7 @@ class MultipleChoice(Task):
         self.choices = None if self.is_trained else count  # a trained model scores any number of choices
         return rows
 
-    def merge_decisions(self, others: Sequence[Task]) -> None:
+    def merge_decisions(self, others: Sequence[base.Task]) -> None:
         super().merge_decisions(others)
         counts = {task.choices for task in others if isinstance(task, MultipleChoice)}
         if len(counts) > 1:
@@ -190,7 +179,7 @@ class MultipleChoice(Task):
         """Return a row of tokens for each choice of each example."""
         contexts = [example.context for example in examples for _ in example.choices]
         choices = [choice for example in examples for choice in example.choices]
-        return tokenized(self.tokenizer, contexts, choices, max_length=self.seq_length, notes=self.notes)
+        return base.tokenized(self.tokenizer, contexts, choices, max_length=self.seq_length, notes=self.notes)
 
     @classmethod
     def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -198,29 +187,29 @@ class MultipleChoice(Task):
         batch = {name: tensor.view(-1, choices, tokens) for name, tensor in super().planned_batch(rows, tokens).items()}
         return batch | {"labels": torch.zeros(rows // choices, dtype=torch.long)}
 
-    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[Predictions, Predictions]:
+    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[base.Predictions, base.Predictions]:
         return outputs.logits.argmax(dim=-1).tolist(), batch["labels"].tolist()
 
-    def compute_metrics(self, predictions: Predictions, references: Predictions) -> dict[str, float]:
+    def compute_metrics(self, predictions: base.Predictions, references: base.Predictions) -> dict[str, float]:
         return {"accuracy": float(np.mean(np.equal(predictions, references)))}
 
-    def inputs(self, part: DataPart) -> Inputs:
+    def inputs(self, part: DataPart) -> base.Inputs:
         columns = self._columns(part, with_label=False)
         examples = part.read(columns.names(), columns.read)
         tokens = iter(TokenizedSamples(self._tokens(examples)))
         rows = [list(islice(tokens, len(example.choices))) for example in examples]
-        return Inputs(rows, np.asarray([max(len(sample["input_ids"]) for sample in row) for row in rows]))
+        return base.Inputs(rows, np.asarray([max(len(sample["input_ids"]) for sample in row) for row in rows]))
 
-    def records(self, model: TrainedModel, rows: Sequence[list[Sample]], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[list[Sample]], generation: Generation) -> list[base.Record]:
         """Return the index of each row's most likely choice, with the score of every choice.
 
         The rows may have different numbers of choices, so the model gets all of them as choices of one sample.
         """
-        batch = PadCollate(padding_of(self.tokenizer))([sample for row in rows for sample in row])
-        batch = to_device({name: tensor[None] for name, tensor in batch.items()}, device_of(model))
+        batch = PadCollate(base.padding_of(self.tokenizer))([sample for row in rows for sample in row])
+        batch = to_device({name: tensor[None] for name, tensor in batch.items()}, base.device_of(model))
         logits = model(**batch).logits[0].float().cpu().split([len(row) for row in rows])
         shares = [row.softmax(dim=-1).tolist() for row in logits]
-        return [{"label": int(np.argmax(row)), "scores": [round_score(share) for share in row]} for row in shares]
+        return [{"label": int(np.argmax(row)), "scores": [base.round_score(share) for share in row]} for row in shares]
 
 
 class ChoiceSamples(TokenizedSamples):

@@ -19,22 +19,13 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import PreTrainedModel
 
 from rapidformer_templates.data.collate import IGNORED, shifted_left
+from rapidformer_templates.data.finetuning import preferences
 from rapidformer_templates.data.finetuning.chat import find_columns, read_example, rows_of
 from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader
-from rapidformer_templates.data.finetuning.preferences import (
-    PROMPT,
-    PreferenceCollate,
-    PreferenceSamples,
-    has_pairs,
-    labelled_answers_of,
-    labelled_samples,
-    pair_samples,
-    pairs_of,
-)
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.data.tasks.base import EvalBatch, Inputs, Record, Task, as_data, round_score
+from rapidformer_templates.data.tasks.base import EvalBatch, Inputs, Record, Task, as_data, padding_of, round_score
 from rapidformer_templates.data.tasks.language_models import ContinuesTexts
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, Tensors
@@ -167,10 +158,9 @@ class _Preferences(ContinuesTexts):
         raw = self.read_rows()
         sets = {name: self._samples(name, part) for name, part in raw.parts().items()}
         self.bad.raise_all()
-        assert isinstance(self.tokenizer.pad_token_id, int)
-        return as_data(sets, PreferenceCollate(self.tokenizer.pad_token_id))
+        return as_data(sets, preferences.PreferenceCollate(padding_of(self.tokenizer)["input_ids"]))
 
-    def _samples(self, name: str, part: DataPart) -> PreferenceSamples:
+    def _samples(self, name: str, part: DataPart) -> preferences.PreferenceSamples:
         reader = ChatReader(
             self.tokenizer,
             self.seq_length,
@@ -181,12 +171,12 @@ class _Preferences(ContinuesTexts):
         )
         prompt = self._prompt(part)
         if self.is_unpaired:
-            return labelled_samples(name, labelled_answers_of(part, prompt, reader), reader)
-        return pair_samples(name, pairs_of(part, prompt, reader), reader)
+            return preferences.labelled_samples(name, preferences.labelled_answers_of(part, prompt, reader), reader)
+        return preferences.pair_samples(name, preferences.pairs_of(part, prompt, reader), reader)
 
     def _prompt(self, part: DataPart) -> str | None:
         """Return the column of prompts, or None if the answers contain their prompts."""
-        return self.column_if_any(part, "text_column", (PROMPT,))
+        return self.column_if_any(part, "text_column", (preferences.PROMPT,))
 
     def build_model(self) -> PreTrainedModel:
         """Build the model without dropout unless the user sets it. Both models must see the same answer."""
@@ -401,8 +391,8 @@ class Reward(_Preferences):
     def inputs(self, part: DataPart) -> Inputs:
         """Tokenize answers with their prompts. Each row has one answer, or a chosen and a rejected one."""
         reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
-        if has_pairs(part):
-            answers = [list(pair) for pair in pairs_of(part, self._prompt(part), reader)]
+        if preferences.has_pairs(part):
+            answers = [list(pair) for pair in preferences.pairs_of(part, self._prompt(part), reader)]
         else:
             columns = find_columns(part, self.config.data)
             answers = [[one] for one in reader.read(part, rows_of(part, columns), read_example)]

@@ -50,11 +50,9 @@ class Pretraining(Task):
         if options is not None and options.data_iterator == "dynamic-shape":
             if kind not in BY_DOCUMENTS:
                 what = f"pretraining of {architecture} with {kind.__name__.lower()}"
-                raise DataError(
-                    f"{what} cannot be combined with dynamic shapes",
-                    where=f"--data-iterator ({config.origin('data_iterator')})",
-                    hint="leave it out: these samples are all of one length, or have two lengths",
-                )
+                message = f"{what} cannot be combined with dynamic shapes"
+                hint = "leave it out: these samples are all of one length, or have two lengths"
+                raise DataError(message, where=f"--data-iterator ({config.origin('data_iterator')})", hint=hint)
             kind = BY_DOCUMENTS[kind]
         # Refuse flags that only affect other objectives.
         kinds: list[type[Objective]] = [*OBJECTIVES.values(), Pairs]

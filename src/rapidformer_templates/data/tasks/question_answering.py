@@ -147,26 +147,21 @@ def best_answers(
     """
     best: dict[int, tuple[float, str]] = {}
     null: dict[int, float] = {}
-    for candidates_of_one, feature in zip(candidates, features, strict=False):
-        number = feature.example
-        score, text = _best_span(candidates_of_one, feature, examples[number].context)
-        null[number] = min(null.get(number, np.inf), candidates_of_one.null_score)
+    for one, feature in zip(candidates, features, strict=False):
+        # The best span inside the context that is not too long.
+        number, offsets, score, text = feature.example, feature.offsets, -np.inf, ""
+        first, last = one.starts[:, None], one.ends[None, :]
+        scores = one.start_scores[:, None] + one.end_scores[None, :]
+        inside = (offsets[first, 0] >= 0) & (offsets[last, 0] >= 0)
+        fits = inside & (last >= first) & (last - first < MAX_ANSWER_TOKENS)
+        if fits.any():
+            i, j = np.unravel_index(np.where(fits, scores, -np.inf).argmax(), scores.shape)
+            begin, end = offsets[one.starts[i], 0], offsets[one.ends[j], 1]
+            score, text = float(scores[i, j]), examples[number].context[begin:end]
+        null[number] = min(null.get(number, np.inf), one.null_score)
         if number not in best or score > best[number][0]:
             best[number] = (score, text)
     return {n: "" if may_be_null and null[n] > score else text for n, (score, text) in best.items()}
-
-
-def _best_span(candidates: Candidates, feature: Feature, context: str) -> tuple[float, str]:
-    """Return (score, text) of the best span inside the context that is not too long."""
-    first, last = candidates.starts[:, None], candidates.ends[None, :]
-    scores = candidates.start_scores[:, None] + candidates.end_scores[None, :]
-    inside = (feature.offsets[first, 0] >= 0) & (feature.offsets[last, 0] >= 0)
-    fits = inside & (last >= first) & (last - first < MAX_ANSWER_TOKENS)
-    if not fits.any():
-        return -np.inf, ""
-    i, j = np.unravel_index(np.where(fits, scores, -np.inf).argmax(), scores.shape)
-    begin, end = feature.offsets[candidates.starts[i], 0], feature.offsets[candidates.ends[j], 1]
-    return float(scores[i, j]), context[begin:end]
 
 
 def normalized(text: str) -> str:
@@ -329,11 +324,9 @@ class QuestionAnswering(Task):
         """Compute metrics for the first windows of the evaluated set, one window per prediction."""
         answers = best_answers(predictions, self.features, self.examples, may_be_null=self.may_be_null)
         truths = {number: [text for text, _ in self.examples[number].answers] for number in answers}
+        measures = {"exact_match": exact_match, "f1": f1}
         count = max(1, len(answers))
-        return {
-            "exact_match": 100 * sum(exact_match(answers[n], truths[n]) for n in answers) / count,
-            "f1": 100 * sum(f1(answers[n], truths[n]) for n in answers) / count,
-        }
+        return {key: 100 * sum(of(answers[n], truths[n]) for n in answers) / count for key, of in measures.items()}
 
     def inputs(self, part: DataPart) -> Inputs:
         """Return each row with all of its windows."""

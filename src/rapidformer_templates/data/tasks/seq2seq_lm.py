@@ -12,18 +12,7 @@ from rapidformer_templates.data.finetuning.chat import prompt_and_answer_columns
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate
 from rapidformer_templates.data.loader import to_device
-from rapidformer_templates.data.tasks.base import (
-    Inputs,
-    Record,
-    Task,
-    as_data,
-    device_of,
-    padding_of,
-    text_value,
-    texts_of,
-    tokenized,
-    with_tokens,
-)
+from rapidformer_templates.data.tasks import base
 from rapidformer_templates.data.tasks.language_models import Block, sets_of
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.special_tokens import drop_repeated
@@ -33,7 +22,7 @@ from rapidformer_templates.planning.tasks import SOURCE_COLUMNS
 TARGET_COLUMNS = ("target", "summary", "output", "response", "answer", "highlights", "label")
 
 
-class Seq2SeqLM(Task):
+class Seq2SeqLM(base.Task):
     """Source and target are text columns. An instruction is combined with its input column.
 
     The metrics are ROUGE-L and exact match of greedily generated texts.
@@ -52,7 +41,7 @@ class Seq2SeqLM(Task):
         tokenized_sets = [samples for samples in sets.values() if isinstance(samples, TokenizedSamples)]
         lengths = [int(samples.lengths_of("labels").max()) for samples in tokenized_sets]
         self.longest_target = max([self.longest_target if self.is_trained else 0, *lengths])
-        return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
+        return base.as_data(sets, PadCollate({**base.padding_of(self.tokenizer), "labels": IGNORED}))
 
     def _columns(self, part: DataPart, *, with_targets: bool = True) -> tuple[str, str | None, Sequence[str | None]]:
         """Return the source column, the target column if ``with_targets``, and the columns of an instruction."""
@@ -71,8 +60,8 @@ class Seq2SeqLM(Task):
         assert target is not None
 
         def check(source_text: object, target_text: object) -> None:
-            text_value(source_text, source, may_be_empty=not bad.skip)
-            text_value(target_text, target, may_be_empty=not bad.skip)
+            base.text_value(source_text, source, may_be_empty=not bad.skip)
+            base.text_value(target_text, target, may_be_empty=not bad.skip)
 
         return part.usable([source, target], check, bad)
 
@@ -80,7 +69,7 @@ class Seq2SeqLM(Task):
         source, target, extra = self._columns(part)
         assert target is not None
         sources = self._tokenized_sources(part, source, extra)
-        targets = texts_of(part, target)
+        targets = base.texts_of(part, target)
         labels = self.tokenizer(
             text_target=targets,
             return_attention_mask=False,
@@ -89,7 +78,7 @@ class Seq2SeqLM(Task):
             max_length=self.seq_length,
         )
         drop_repeated(self.tokenizer, labels.data, self.notes)
-        rows = with_tokens(Ragged(labels["input_ids"]), part, target)
+        rows = base.with_tokens(Ragged(labels["input_ids"]), part, target)
         return TokenizedSamples({"input_ids": sources, "labels": rows})
 
     def _tokenized_sources(self, part: DataPart, source: str, extra: Sequence[str | None]) -> Ragged:
@@ -98,15 +87,17 @@ class Seq2SeqLM(Task):
         Only ``input_ids`` are kept because the models take no token types.
         """
         inputs, system = (
-            texts_of(part, name, may_be_missing=True) if name and name in part.table.column_names else [""] * len(part)
+            base.texts_of(part, name, may_be_missing=True)
+            if name and name in part.table.column_names
+            else [""] * len(part)
             for name in extra or (None, None)
         )
-        rows = zip(system, texts_of(part, source), inputs, strict=True)
+        rows = zip(system, base.texts_of(part, source), inputs, strict=True)
         texts = ["\n\n".join(text for text in row if text.strip()) for row in rows]
-        fields = tokenized(self.tokenizer, texts, max_length=self.seq_length, notes=self.notes)
-        return with_tokens(fields["input_ids"], part, source)
+        fields = base.tokenized(self.tokenizer, texts, max_length=self.seq_length, notes=self.notes)
+        return base.with_tokens(fields["input_ids"], part, source)
 
-    def merge_decisions(self, others: Sequence[Task]) -> None:
+    def merge_decisions(self, others: Sequence[base.Task]) -> None:
         super().merge_decisions(others)
         self.longest_target = max(task.longest_target for task in others if isinstance(task, Seq2SeqLM))
 
@@ -115,12 +106,12 @@ class Seq2SeqLM(Task):
         tokens = generate(model, self.tokenizer, batch, self.longest_target, together=True)
         return self._decoded(tokens.cpu().numpy())
 
-    def inputs(self, part: DataPart) -> Inputs:
+    def inputs(self, part: DataPart) -> base.Inputs:
         source, _, extra = self._columns(part, with_targets=False)
-        return Inputs.of(TokenizedSamples({"input_ids": self._tokenized_sources(part, source, extra)}))
+        return base.Inputs.of(TokenizedSamples({"input_ids": self._tokenized_sources(part, source, extra)}))
 
-    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
-        batch = to_device(PadCollate(padding_of(self.tokenizer))(list(rows)), device_of(model))
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[base.Record]:
+        batch = to_device(PadCollate(base.padding_of(self.tokenizer))(list(rows)), base.device_of(model))
         new_tokens = generation.max_new_tokens or min(DEFAULT_NEW_TOKENS, self.seq_length)
         tokens = generate(model, self.tokenizer, batch, new_tokens, generation.temperature)
         return [{"text": text} for text in self._decoded(tokens.cpu().numpy())]

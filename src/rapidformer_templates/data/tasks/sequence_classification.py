@@ -21,20 +21,7 @@ from rapidformer_templates.data.finetuning.labels import (
 )
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation, TrainedModel
-from rapidformer_templates.data.tasks.base import (
-    Inputs,
-    Predictions,
-    Record,
-    Task,
-    as_data,
-    label_map,
-    padding_of,
-    round_score,
-    text_value,
-    texts_of,
-    tokenized,
-    with_tokens,
-)
+from rapidformer_templates.data.tasks import base
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
@@ -43,7 +30,7 @@ from rapidformer_templates.planning.tasks import PAIRS, TEXT_COLUMNS
 LABEL_COLUMNS = ("label", "labels", "sentiment", "class", "category", "target")
 
 
-class SequenceClassification(Task):
+class SequenceClassification(base.Task):
     """Labels are texts or integers, lists of them, or numbers to predict (``--problem-type``).
 
     The metrics depend on the labels. One label per sample: accuracy, macro F1 and Matthews' correlation. Several
@@ -65,11 +52,19 @@ class SequenceClassification(Task):
         labelled = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
         if not self.is_trained:
             self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
-            # A regression head has one output, with the default name.
-            is_measure = self.problem == "regression"
-            self.labels = ["LABEL_0"] if is_measure else self.in_order_of_head(self._label_names(labelled, label))
+            several = self.problem == "multi_label_classification"
+            if self.problem == "regression":
+                self.labels = ["LABEL_0"]  # the head has one output, with the default name
+            else:
+                names, where = (label_set_names if several else label_names)(labelled, label), labelled[0].files[0]
+                if several and not names:
+                    raise DataError("no row has a label", where=where, hint="choose another --label-column")
+                if not several and len(names) < 2:
+                    hint = "choose another --label-column; if the rows are sorted by label, shuffle them or use more"
+                    raise DataError(f"every row has the label '{names[0]}'", where=where, hint=f"{hint} of them")
+                self.labels = self.in_order_of_head(names)
         sets = {name: self._samples(part) for name, part in raw.parts().items()}
-        return as_data(sets, PadCollate(padding_of(self.tokenizer)))
+        return base.as_data(sets, PadCollate(base.padding_of(self.tokenizer)))
 
     def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
         """Return the rows with a text and a label. The training part decides which problem the labels are."""
@@ -82,12 +77,12 @@ class SequenceClassification(Task):
 
         def check(*values: object) -> None:
             for column, value in zip(texts, values, strict=False):
-                text_value(value, column, may_be_empty=False)
+                base.text_value(value, column, may_be_empty=False)
             read_label(values[-1])
 
         return part.usable([*texts, label], check, bad)
 
-    def merge_decisions(self, others: Sequence[Task]) -> None:
+    def merge_decisions(self, others: Sequence[base.Task]) -> None:
         super().merge_decisions(others)
         tasks = [task for task in others if isinstance(task, SequenceClassification)]
         if len(problems := {task.problem for task in tasks}) > 1:
@@ -95,17 +90,6 @@ class SequenceClassification(Task):
             message = f"the sets of the mixture are of different kinds ({', '.join(sorted(problems))})"
             raise DataError(message, where="--data-name", hint=hint)
         self.problem, self.best_metric = tasks[0].problem, tasks[0].best_metric
-
-    def _label_names(self, labelled: Sequence[DataPart], column: str) -> list[str]:
-        """Return the class names."""
-        several = self.problem == "multi_label_classification"
-        names = (label_set_names if several else label_names)(labelled, column)
-        if several and not names:
-            raise DataError("no row has a label", where=labelled[0].files[0], hint="choose another --label-column")
-        if not several and len(names) < 2:
-            hint = "choose another --label-column; if the rows are sorted by label, shuffle them or use more of them"
-            raise DataError(f"every row has the label '{names[0]}'", where=labelled[0].files[0], hint=hint)
-        return names
 
     def _text_columns(self, part: DataPart) -> tuple[str, str | None]:
         """Return the text column, and the column of second texts or None."""
@@ -125,26 +109,26 @@ class SequenceClassification(Task):
 
     def _tokens(self, part: DataPart) -> dict[str, Ragged]:
         text, pair = self._text_columns(part)
-        texts = texts_of(part, text)
-        pairs = texts_of(part, pair) if pair else None
-        fields = tokenized(self.tokenizer, texts, pairs, max_length=self.seq_length, notes=self.notes)
-        return {**fields, "input_ids": with_tokens(fields["input_ids"], part, text)}
+        texts = base.texts_of(part, text)
+        pairs = base.texts_of(part, pair) if pair else None
+        fields = base.tokenized(self.tokenizer, texts, pairs, max_length=self.seq_length, notes=self.notes)
+        return {**fields, "input_ids": base.with_tokens(fields["input_ids"], part, text)}
 
     def config_overrides(self) -> dict[str, object]:
-        return {**label_map(self.labels), "problem_type": self.problem}
+        return {**base.label_map(self.labels), "problem_type": self.problem}
 
     @classmethod
     def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:
         return {**super().planned_batch(rows, tokens), "labels": torch.zeros(rows, dtype=torch.long)}
 
-    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[Predictions, Predictions]:
+    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[base.Predictions, base.Predictions]:
         if self.problem == "regression":
             return outputs.logits[:, 0].tolist(), batch["labels"].tolist()
         if self.problem == "multi_label_classification":
             return (outputs.logits > 0).int().tolist(), batch["labels"].int().tolist()
         return outputs.logits.argmax(dim=-1).tolist(), batch["labels"].tolist()
 
-    def compute_metrics(self, predictions: Predictions, references: Predictions) -> dict[str, float]:
+    def compute_metrics(self, predictions: base.Predictions, references: base.Predictions) -> dict[str, float]:
         if self.problem == "regression":
             guesses, truths = np.asarray(predictions), np.asarray(references)
             differences, varies = guesses - truths, len(truths) > 1 and np.ptp(guesses) > 0 and np.ptp(truths) > 0
@@ -169,23 +153,23 @@ class SequenceClassification(Task):
             "matthews": float(matthews_corrcoef(references, predictions)),
         }
 
-    def label_state_of_config(self) -> Record:
+    def label_state_of_config(self) -> base.Record:
         labels = labels_of_model(self.model_config)
         alone = "regression" if len(labels) == 1 else "single_label_classification"
         return {"labels": labels, "problem": self.config.data.problem_type or self.model_config.problem_type or alone}
 
-    def inputs(self, part: DataPart) -> Inputs:
-        return Inputs.of(TokenizedSamples(self._tokens(part)))
+    def inputs(self, part: DataPart) -> base.Inputs:
+        return base.Inputs.of(TokenizedSamples(self._tokens(part)))
 
-    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[base.Record]:
         """Return the label of each row, or its labels, with the score of every label."""
         logits = self.outputs(model, rows)[0].logits.float().cpu()
         if self.problem == "regression":
-            return [{"value": round_score(value)} for value in logits[:, 0].tolist()]
+            return [{"value": base.round_score(value)} for value in logits[:, 0].tolist()]
         has_several = self.problem == "multi_label_classification"
-        records: list[Record] = []
+        records: list[base.Record] = []
         for shares in (logits.sigmoid() if has_several else logits.softmax(dim=-1)).tolist():
-            scores = {name: round_score(value) for name, value in zip(self.labels, shares, strict=True)}
+            scores = {name: base.round_score(value) for name, value in zip(self.labels, shares, strict=True)}
             if has_several:
                 labels = [name for name, value in zip(self.labels, shares, strict=True) if value > 0.5]
                 records.append({"labels": labels, "scores": scores})

@@ -19,15 +19,7 @@ from rapidformer_templates.data.finetuning.labels import (
 )
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation, TrainedModel
-from rapidformer_templates.data.tasks.base import (
-    Inputs,
-    Record,
-    Task,
-    as_data,
-    label_map,
-    padding_of,
-    with_tokens,
-)
+from rapidformer_templates.data.tasks import base
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
@@ -36,7 +28,7 @@ from rapidformer_templates.planning.tasks import WORD_COLUMNS
 TAG_COLUMNS = ("ner_tags", "tags", "pos_tags", "labels")
 
 
-class TokenClassification(Task):
+class TokenClassification(base.Task):
     """Words and tags are lists of equal length, or texts that are split at spaces.
 
     The first token of a word carries its tag. Its other tokens, and words without a tag, carry -100. The metrics are
@@ -65,7 +57,7 @@ class TokenClassification(Task):
         if not self.is_trained:
             self.labels = self.in_order_of_head(declared_names(raw.train, tags) or sorted_names(distinct))
         sets = {name: self._samples(*part) for name, part in read.items()}
-        return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
+        return base.as_data(sets, PadCollate({**base.padding_of(self.tokenizer), "labels": IGNORED}))
 
     def _columns(self, part: DataPart) -> tuple[str, str]:
         """Return the column of words and the column of tags."""
@@ -96,7 +88,7 @@ class TokenClassification(Task):
         return TokenizedSamples({"input_ids": self._ids(part, encodings), "labels": Ragged(labels)})
 
     def _ids(self, part: DataPart, encodings: Sequence[Encoding]) -> Ragged:
-        return with_tokens(Ragged(e.ids for e in encodings), part, self._words_column(part))
+        return base.with_tokens(Ragged(e.ids for e in encodings), part, self._words_column(part))
 
     def _encodings(self, words: list[list[str]]) -> list[Encoding]:
         # Byte-level tokenizers recognize a word inside a sentence by the space before it.
@@ -124,7 +116,7 @@ class TokenClassification(Task):
         return encodings
 
     def config_overrides(self) -> dict[str, object]:
-        return label_map(self.labels)
+        return base.label_map(self.labels)
 
     def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[list[str]], list[list[str]]]:
         guesses, truths = outputs.logits.argmax(dim=-1).cpu().numpy(), batch["labels"].cpu().numpy()
@@ -145,19 +137,19 @@ class TokenClassification(Task):
             "accuracy": float(accuracy_score(references, predictions)),
         }
 
-    def label_state_of_config(self) -> Record:
+    def label_state_of_config(self) -> base.Record:
         return {"labels": labels_of_model(self.model_config)}
 
-    def inputs(self, part: DataPart) -> Inputs:
+    def inputs(self, part: DataPart) -> base.Inputs:
         column = self._words_column(part)
         words = part.read([column], partial(_words, column=column))
         encodings = self._encodings(words)
         places = [_first_pieces(e.word_ids, range(len(row))) for e, row in zip(encodings, words, strict=True)]
         ids = self._ids(part, encodings)
         rows = [{"input_ids": ids[i], "places": place, "words": len(words[i])} for i, place in enumerate(places)]
-        return Inputs(rows, ids.lengths)
+        return base.Inputs(rows, ids.lengths)
 
-    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[base.Record]:
         """Return a tag for each word, or None for a word that is cut off at the sequence length."""
         outputs, _ = self.outputs(model, [{"input_ids": row["input_ids"]} for row in rows])
         records = []

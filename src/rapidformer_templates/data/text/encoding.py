@@ -16,19 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rapidformer_templates.data.text import files
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.fast_tokenizers import EncodingMethod, compare, verified
-from rapidformer_templates.data.text.files import (
-    HALF_CHARACTER,
-    Row,
-    Span,
-    TextUnit,
-    data_suffix,
-    has_half_character,
-    jsonl_rows,
-    note_column,
-    text_documents,
-)
 
 ABBREVIATED = re.compile(
     r"""
@@ -98,7 +88,7 @@ class EncodingRecipe:
     vocabulary: str | None = None
     way: EncodingMethod = "whole"
     keys_flag: str = "--json-keys"
-    text_unit: TextUnit = "paragraph"
+    text_unit: files.TextUnit = "paragraph"
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,7 @@ class EncodingJob:
     """
 
     path: Path
-    part: Span | list[tuple[int, Row]]
+    part: files.Span | list[tuple[int, files.Row]]
     bytes: int
     check: bool
 
@@ -180,15 +170,15 @@ class Encoder:
             result.columns.append(self._tokens(texts))
         return result
 
-    def _rows(self, job: EncodingJob, bad: BadLines) -> Iterator[tuple[int, Row]]:
-        if not isinstance(job.part, Span):
+    def _rows(self, job: EncodingJob, bad: BadLines) -> Iterator[tuple[int, files.Row]]:
+        if not isinstance(job.part, files.Span):
             return iter(job.part)
-        if data_suffix(job.path) == ".txt":  # text files have no columns, so their text belongs to the first key
-            texts = text_documents(job.path, bad, job.part, self.recipe.text_unit)
+        if files.data_suffix(job.path) == ".txt":  # text files have no columns, so their text belongs to the first key
+            texts = files.text_documents(job.path, bad, job.part, self.recipe.text_unit)
             return ((number, {self.recipe.keys[0]: text}) for number, text in texts)
-        return jsonl_rows(job.path, bad, job.part)
+        return files.jsonl_rows(job.path, bad, job.part)
 
-    def _texts(self, row: Row, path: Path, number: int, bad: BadLines) -> list[list[str]] | None:
+    def _texts(self, row: files.Row, path: Path, number: int, bad: BadLines) -> list[list[str]] | None:
         """Return the sentences (or the single text) of each key. None if the row cannot be used."""
         columns = []
         for key in self.recipe.keys:
@@ -198,10 +188,10 @@ class Encoder:
             elif self.recipe.sentences and isinstance(value, list) and all(isinstance(part, str) for part in value):
                 texts = value
             else:
-                note_column(row, key, self.recipe.keys_flag, path, number, bad)
+                files.note_column(row, key, self.recipe.keys_flag, path, number, bad)
                 return None
-            if has_half_character("".join(texts)):
-                bad.note(path, number, f"the column '{key}' {HALF_CHARACTER}")
+            if files.has_half_character("".join(texts)):
+                bad.note(path, number, f"the column '{key}' {files.HALF_CHARACTER}")
                 return None
             columns.append([text for text in texts if not text.isspace()])
         return columns

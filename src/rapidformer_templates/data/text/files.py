@@ -280,9 +280,8 @@ def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         hint = "fix it; a file with one object per line is called .jsonl"
-        raise DataError(
-            f"broken JSON: {error.msg} (column {error.colno})", where=f"{path}:{error.lineno}", hint=hint
-        ) from None
+        message = f"broken JSON: {error.msg} (column {error.colno})"
+        raise DataError(message, where=f"{path}:{error.lineno}", hint=hint) from None
     except (ValueError, RecursionError):
         raise DataError(UNREADABLE_JSON, where=str(path), hint="fix it") from None
     if isinstance(rows, dict):

@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 
@@ -164,12 +164,9 @@ def _preprocess(
         return f"{tokens / seconds:,.0f} tokens/s  {documents / seconds:,.0f} documents/s"
 
     with ExitStack() as stack:
-        writers = [
-            stack.enter_context(
-                IndexedWriter(prefix, np.dtype(recipe.dtype), overwrite=overwrite, vocabulary=recipe.vocabulary)
-            )
-            for prefix in result.prefix.values()
-        ]
+        options: dict[str, Any] = {"overwrite": overwrite, "vocabulary": recipe.vocabulary}
+        opened = (IndexedWriter(name, np.dtype(recipe.dtype), **options) for name in result.prefix.values())
+        writers = [stack.enter_context(writer) for writer in opened]
         skipped = stack.enter_context(_SkippedFile(prefix))
         progress = stack.enter_context(ProgressBar("preprocessing", size, show_count=False))
         jobs = split_files(files, recipe.keys, chunk_size, unit=recipe.text_unit, check_all=check_all)

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
@@ -43,32 +43,21 @@ def train(
         min_frequency: minimum frequency of a pair of tokens to be merged.
         lower_case: remove case and accents (``wordpiece`` only).
     """
-    show_progress = sys.stderr.isatty()
     trainer: trainers.Trainer
+    common: dict[str, Any] = {"vocab_size": vocab_size, "min_frequency": min_frequency}
+    common["show_progress"] = sys.stderr.isatty()
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        trainer = trainers.BpeTrainer(
-            special_tokens=[END],
-            initial_alphabet=alphabet,
-            vocab_size=vocab_size,
-            min_frequency=min_frequency,
-            show_progress=show_progress,
-        )
+        trainer = trainers.BpeTrainer(special_tokens=[END], initial_alphabet=alphabet, **common)
     else:
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         alphabet, inner = _characters(tokenizer, texts, min(ALPHABET, (vocab_size - len(BERT_TOKENS)) // 2))
-        trainer = trainers.WordPieceTrainer(
-            special_tokens=[*BERT_TOKENS, *inner],
-            initial_alphabet=alphabet,
-            limit_alphabet=len(alphabet),
-            vocab_size=vocab_size,
-            min_frequency=min_frequency,
-            show_progress=show_progress,
-        )
+        common |= {"special_tokens": [*BERT_TOKENS, *inner], "limit_alphabet": len(alphabet)}
+        trainer = trainers.WordPieceTrainer(initial_alphabet=alphabet, **common)
     tokenizer.train_from_iterator(iter(texts), trainer)
     return tokenizer
 

@@ -206,7 +206,16 @@ class Attempt:
         """
         old = self.final.with_name(self.final.name + "-old.tmp")
         if not self._is_renamed:
-            self._describe(by_rank)
+            index: dict[str, dict[str, TensorLocations]] = {kind: {} for kind in KINDS}
+            files: dict[str, Seal] = {}
+            for written in by_rank:
+                files |= written["files"]
+                for kind, name, shape, box in written["index"]:
+                    index[kind].setdefault(name, {"shape": shape, "boxes": []})["boxes"].append(box)
+            for name, content in (("index.json", index), ("state.json", self._state)):
+                files[name] = write_synced(self.folder / name, to_json(content))
+            write_synced(self.folder / "manifest.json", to_json({"format": FORMAT, "files": files}))
+            sync(self.folder)
             if self.final.exists():  # a broken checkpoint that a resume has skipped
                 self.final.rename(old)
             self.folder.rename(self.final)
@@ -214,19 +223,6 @@ class Attempt:
         sync(self.root)
         shutil.rmtree(old, ignore_errors=True)
         write_text(self.root / "latest", self.final.name + "\n")
-
-    def _describe(self, by_rank: Sequence[Written]) -> None:
-        """Write index, state and manifest."""
-        index: dict[str, dict[str, TensorLocations]] = {kind: {} for kind in KINDS}
-        files: dict[str, Seal] = {}
-        for written in by_rank:
-            files |= written["files"]
-            for kind, name, shape, box in written["index"]:
-                index[kind].setdefault(name, {"shape": shape, "boxes": []})["boxes"].append(box)
-        for name, content in (("index.json", index), ("state.json", self._state)):
-            files[name] = write_synced(self.folder / name, to_json(content))
-        write_synced(self.folder / "manifest.json", to_json({"format": FORMAT, "files": files}))
-        sync(self.folder)
 
     def run_together(self, body: Callable[[], T], *, retries: bool = False) -> T:
         """Run ``body`` on each rank and return its local result.
@@ -260,13 +256,9 @@ class Attempt:
 
     def announce_retry(self, what: str, number: int) -> None:
         """Report on the main rank that a part of the save failed, and will be tried again after a pause."""
-        pauses = storage.RETRY_SECONDS
-        say(
-            self.workers,
-            f"the checkpoint of step {step_of(self.final)} could not be written yet: {what}; "
-            f"trying again in {pauses[number - 1]} s ({number} of {len(pauses)})",
-            loud=True,
-        )
+        pauses, when = storage.RETRY_SECONDS, f"could not be written yet: {what}; trying again in"
+        tries = f"{pauses[number - 1]} s ({number} of {len(pauses)})"
+        say(self.workers, f"the checkpoint of step {step_of(self.final)} {when} {tries}", loud=True)
 
     def _give_up(self, failure: Exception | None, failures: Sequence[SaveFailure]) -> NoReturn:
         """Remove what was written, and raise an error.
@@ -289,12 +281,9 @@ class Attempt:
         may_pass = all(f.may_pass for f in failures)
         seconds = sum(storage.RETRY_SECONDS) if self.retries and may_pass else 0
         error = StorageFailed if may_pass else CheckpointError
-        raise error(
-            f"the checkpoint of step {step_of(self.final)} could not be written: {first.what}"
-            + (f" (tried for {seconds:g} s)" if seconds else ""),
-            where=str(self.final),
-            hint=to_do,
-        ) from failure
+        tried = f" (tried for {seconds:g} s)" if seconds else ""
+        message = f"the checkpoint of step {step_of(self.final)} could not be written: {first.what}{tried}"
+        raise error(message, where=str(self.final), hint=to_do) from failure
 
 
 class SaveFailure(NamedTuple):
@@ -440,8 +429,5 @@ class Reader:
         try:
             yield
         except (OSError, ValueError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{name} cannot be read ({error})",
-                where=str(self.folder),
-                hint="--resume skips a checkpoint that is not intact",
-            ) from error
+            hint = "--resume skips a checkpoint that is not intact"
+            raise CheckpointError(f"{name} cannot be read ({error})", where=str(self.folder), hint=hint) from error

@@ -11,8 +11,7 @@ import numpy as np
 
 from rapidformer_templates.data.collate import check_pads_to_shape
 from rapidformer_templates.data.loader import sample_lengths
-from rapidformer_templates.data.order import BatchRequest
-from rapidformer_templates.data.random_streams import NewestEpochs, Stream
+from rapidformer_templates.data.order import BatchRequest, NewestEpochs, Stream
 from rapidformer_templates.data.shapes import Shape, choose_shapes, count_batches
 from rapidformer_templates.data.types import Data, SampleSet
 from rapidformer_templates.errors import DataError
