@@ -18,14 +18,8 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.process_state import capture, restore
 
-PRODUCTS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten._grouped_mm.default,
-        torch.ops.aten.convolution.default,
-    }
-)
+_aten = torch.ops.aten
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default, _aten.convolution.default})
 """Products with weights. Attention's products of two activations are batched ones or a fused kernel."""
 
 ContextFunction = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]

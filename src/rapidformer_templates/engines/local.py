@@ -18,32 +18,15 @@ from torch.nn.utils import get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
+from rapidformer_templates.engines import backwards, optimizer_state
 from rapidformer_templates.engines.assembly import Assembly
-from rapidformer_templates.engines.backwards import (
-    UNLIMITED,
-    WHOLE_WEIGHTS,
-    checked_backwards,
-    reached_parameters,
-    sum_with_unused,
-    until_first_backward,
-    with_unused_parameters,
-)
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.current_batch import mask_answers, rows_of, watch_positions
 from rapidformer_templates.engines.forwards import preserve_state, restored_buffers
 from rapidformer_templates.engines.gather_on_use import divided_construction
 from rapidformer_templates.engines.loss import Recorder, loss_and_count
-from rapidformer_templates.engines.optimizer_state import (
-    HostOptimizer,
-    WeightAverage,
-    exchange_with_average,
-    is_in_host_memory,
-    load_optimizer,
-    optimizer_shards,
-    record_initial_values,
-    state_tensors,
-)
+from rapidformer_templates.engines.optimizer_state import is_in_host_memory
 from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule, trained_parameters
 from rapidformer_templates.engines.shards import (
     Copies,
@@ -93,7 +76,7 @@ class SingleEngine:
     needs_zero_gradients = False  # whether even a batch without targets must produce gradients
     _divides_gradients = False  # whether a worker has only a part of the gradients after the exchange
     _adds_norms_in_fp64 = False  # see global_norm
-    _derivatives_in_loss = UNLIMITED
+    _derivatives_in_loss = backwards.UNLIMITED
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         self.workers = workers
@@ -143,7 +126,7 @@ class SingleEngine:
         self._callable = self._distribute()
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        record_initial_values(self.optimizer)
+        optimizer_state.record_initial_values(self.optimizer)
         if self._supports_async_step():
             self.monitor = StepMonitor(self.workers.device)
             watch_positions(self.model)
@@ -187,13 +170,15 @@ class SingleEngine:
         self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, object]]
     ) -> torch.optim.Optimizer:
         if self.offloads and not is_in_host_memory(self.workers.device):
-            return HostOptimizer(recipe, trainable, differing)
+            return optimizer_state.HostOptimizer(recipe, trainable, differing)
         return recipe.build(trainable, differing)
 
     @property
     def update_rule(self) -> type[torch.optim.Optimizer]:
         """The optimizer class that computes the updates, regardless of where its state is stored."""
-        return type(self.optimizer.inner if isinstance(self.optimizer, HostOptimizer) else self.optimizer)
+        return type(
+            self.optimizer.inner if isinstance(self.optimizer, optimizer_state.HostOptimizer) else self.optimizer
+        )
 
     def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         """Context for the forward and backward of a micro batch. The last one exchanges gradients."""
@@ -260,7 +245,7 @@ class SingleEngine:
 
         The exchange of the losses also finds parameters that received no gradient on any worker.
         """
-        total, unused = sum_with_unused(
+        total, unused = backwards.sum_with_unused(
             total, self._unused_here(), len(self._parameters), self.workers, on_host=self.monitor is not None
         )
         self._drop_unused(unused)
@@ -321,7 +306,7 @@ class SingleEngine:
         return {
             "parameters": list(self.model.parameters()),
             "gradients": self._gradients(),
-            "optimizer": state_tensors(self.optimizer),
+            "optimizer": optimizer_state.state_tensors(self.optimizer),
         }
 
     def drop(self) -> None:
@@ -359,7 +344,7 @@ class SingleEngine:
 
     def _checked_backwards(self) -> AbstractContextManager[None]:
         limit = min(self._derivatives_in_loss, self.assembly.derivatives_in_loss)
-        return checked_backwards(self._parameters_in_graph, limit)
+        return backwards.checked_backwards(self._parameters_in_graph, limit)
 
     @final
     def check_loss(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
@@ -369,11 +354,11 @@ class SingleEngine:
             RapidformerError: it uses parameters that the model does not have, or has only for the forward of a module.
         """
         wrong = set(map(id, self._wrong_leaves())) if self.micro_steps == 0 else set()
-        if wrong and not wrong.isdisjoint(map(id, reached_parameters(loss))):
+        if wrong and not wrong.isdisjoint(map(id, backwards.reached_parameters(loss))):
             message = "the loss uses a parameter outside of the forward of its module, where a worker has only its part"
-            raise RapidformerError(message, where="compute_loss(model, batch)", hint=WHOLE_WEIGHTS)
+            raise RapidformerError(message, where="compute_loss(model, batch)", hint=backwards.WHOLE_WEIGHTS)
         if microbatch.targets == 0 and not microbatch.idle:
-            self._fill_zero_gradients(reached_parameters(loss))
+            self._fill_zero_gradients(backwards.reached_parameters(loss))
 
     def _wrong_leaves(self) -> Iterable[torch.Tensor]:
         """Return parameters that a loss must not use: those of ``build_model`` that the run has replaced."""
@@ -453,15 +438,15 @@ class SingleEngine:
 
         It ends at the first backward that the loss runs itself.
         """
-        with preserve_state(self.model), self.precision(), until_first_backward(self._parameters_in_graph):
+        with preserve_state(self.model), self.precision(), backwards.until_first_backward(self._parameters_in_graph):
             yield self.model
 
-    _weight_average: WeightAverage | None = None
+    _weight_average: optimizer_state.WeightAverage | None = None
 
     @final
     def keep_average(self, decay: float) -> None:
         """Keep an exponential moving average of the weights from the next step on. Call this after :meth:`setup`."""
-        self._weight_average = WeightAverage(self.optimizer, decay)
+        self._weight_average = optimizer_state.WeightAverage(self.optimizer, decay)
 
     @final
     @contextmanager
@@ -478,7 +463,7 @@ class SingleEngine:
     def _exchange_averages(self) -> None:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                exchange_with_average(parameter, self.optimizer.state.get(parameter, {}))
+                optimizer_state.exchange_with_average(parameter, self.optimizer.state.get(parameter, {}))
         self._weights_were_set()
 
     def _weights_were_set(self) -> None:
@@ -488,7 +473,7 @@ class SingleEngine:
         if kind == "weights":
             yield from model_shards(self.assembly, self.workers).values()
         elif kind == "optimizer":
-            yield from optimizer_shards(self._updated_shards, self.optimizer)
+            yield from optimizer_state.optimizer_shards(self._updated_shards, self.optimizer)
         else:
             for tensor, gradient in self._local_gradients():
                 shard = self._updated_shards[tensor]
@@ -501,7 +486,7 @@ class SingleEngine:
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         check_names(self.assembly, reader, self.workers, optimizer=optimizer)
         if optimizer:
-            load_optimizer(self._updated_shards, self.optimizer, reader)
+            optimizer_state.load_optimizer(self._updated_shards, self.optimizer, reader)
         load_weights(self.shards("weights"), reader)
 
     def state(self) -> dict[str, Any]:
@@ -568,7 +553,7 @@ class DDPEngine(SingleEngine):
         frozen = [p for p in self._parameters if not p.requires_grad]  # since DDP has wrapped the model
         for parameter in frozen:
             parameter.requires_grad_(True)  # the graph must reach it
-        loss = with_unused_parameters(loss, self._parameters, then=self._find_unused)
+        loss = backwards.with_unused_parameters(loss, self._parameters, then=self._find_unused)
         for parameter in frozen:
             parameter.requires_grad_(False)
         super()._backward(loss)

@@ -100,9 +100,8 @@ def _zero_loss(result: object, output: object, zeros: bool) -> torch.Tensor:
     It depends neither on the loss (0/0 without a target) nor on the model output (which may be infinite).
     """
     loss, _ = loss_and_count(result)
-    has_graph = (
-        isinstance(loss, torch.Tensor) and loss.requires_grad
-    )  # false if a hook itself handles a batch without targets
+    # False if a hook itself handles a batch without targets.
+    has_graph = isinstance(loss, torch.Tensor) and loss.requires_grad
     sources = [loss] if has_graph and not zeros else _outputs(output)
     nothing: torch.Tensor = _Nothing.apply(zeros, *sources) if sources else torch.zeros((), requires_grad=True)
     return nothing

@@ -16,29 +16,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from transformers.utils import logging as transformers_logging
 
 from rapidformer_templates.errors import ModelError, counted, is_out_of_memory
+from rapidformer_templates.models import architectures, model_files
 from rapidformer_templates.models.adapters import SETTINGS, set_new_modules
-from rapidformer_templates.models.architectures import (
-    CLASSIFICATION,
-    SEQUENCE_CLASSIFICATION,
-    SIZE_FLAGS,
-    check_head,
-    choose_frequencies,
-    dropout_rates,
-    has_head_of,
-    objective_of,
-    positions_of,
-    scratch_config,
-)
-from rapidformer_templates.models.model_files import (
-    DEQUANTIZED,
-    check_config_file,
-    check_weight_files,
-    explain_config_errors,
-    load_tokenizer,
-    no_model_error,
-    quantization_of,
-    vocabulary_size,
-)
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
 from rapidformer_templates.planning.hub import PRETRAINED, Part, model_folder, reason
@@ -56,13 +35,13 @@ def model_type_of(config: RunConfig) -> str:
     if config.model.pretrained_model_name_or_path:
         return _pretrained_config(config).model_type
     if config.model.model_type is None:
-        raise no_model_error()
+        raise model_files.no_model_error()
     return config.model.model_type
 
 
 def check_seq_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
     """Raise a :class:`ModelError` if ``--seq-length`` is greater than the model's number of positions."""
-    requested, positions = config.model.seq_length, positions_of(model_config)
+    requested, positions = config.model.seq_length, architectures.positions_of(model_config)
     if requested is not None and positions is not None and requested > positions:
         hint = f"use --seq-length {positions} or less"
         if config.model.model_type:
@@ -74,7 +53,7 @@ def check_seq_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
 def seq_length_of(config: RunConfig, model_config: PreTrainedConfig) -> int:
     """Return ``--seq-length``, else the model's positions, else 512 (relative positions: T5's pretraining length)."""
     check_seq_length(config, model_config)
-    return config.model.seq_length or positions_of(model_config) or 512
+    return config.model.seq_length or architectures.positions_of(model_config) or 512
 
 
 def build_config(
@@ -86,40 +65,35 @@ def build_config(
         ModelError: no model is named, the folder or the architecture does not exist, it has no head for ``auto_class``,
             or a size flag does not fit it.
     """
-    _check_base(config)
+    base, folder = config.model.base, Path(config.model.pretrained_model_name_or_path or "")
+    if base is not None and not (folder / SETTINGS).is_file():
+        hint = f"leave out --base; {PRETRAINED} names the model to start from"
+        raise ModelError("there are no adapters that need a base", where="--base", hint=hint)
+    if base is not None and not (Path(base) / "config.json").is_file():
+        hint = "name the folder that holds the base model"
+        raise ModelError(f"there is no config.json in {base}", where="--base", hint=hint)
     if config.model.pretrained_model_name_or_path:
         model_config = _pretrained_config(config)
         if config.model.dropout is not None:
-            overrides = {**dropout_rates(model_config, config.model.dropout), **overrides}
+            overrides = {**architectures.dropout_rates(model_config, config.model.dropout), **overrides}
     elif config.model.model_type:
-        model_config = scratch_config(config, auto_class, tokenizer or load_tokenizer(config))
+        model_config = architectures.scratch_config(config, auto_class, tokenizer or model_files.load_tokenizer(config))
     else:
-        raise no_model_error()
-    check_head(model_config, auto_class)
-    encodes = objective_of(model_config.model_type) == "masked" or not getattr(model_config, "is_decoder", True)
+        raise model_files.no_model_error()
+    architectures.check_head(model_config, auto_class)
+    encodes = architectures.objective_of(model_config.model_type) == "masked" or not getattr(
+        model_config, "is_decoder", True
+    )
     if auto_class == "AutoModelForCausalLM" and encodes and not model_config.is_encoder_decoder:
         overrides["is_decoder"] = True  # otherwise an encoder would see the tokens that it must predict
-    if auto_class == SEQUENCE_CLASSIFICATION and model_config.pad_token_id is None:
+    if auto_class == architectures.SEQUENCE_CLASSIFICATION and model_config.pad_token_id is None:
         # A decoder classifies at the last token before the padding.
-        overrides["pad_token_id"] = (tokenizer or load_tokenizer(config)).pad_token_id
+        overrides["pad_token_id"] = (tokenizer or model_files.load_tokenizer(config)).pad_token_id
     model_config.use_cache = False
     for name, value in overrides.items():
         setattr(model_config, name, value)
     check_seq_length(config, model_config)
     return model_config
-
-
-def _check_base(config: RunConfig) -> None:
-    """Raise a :class:`ModelError` if ``--base`` does not exist, or if there are no adapters to add to it."""
-    base, folder = config.model.base, Path(config.model.pretrained_model_name_or_path or "")
-    if base is None:
-        return
-    if not (folder / SETTINGS).is_file():
-        hint = f"leave out --base; {PRETRAINED} names the model to start from"
-        raise ModelError("there are no adapters that need a base", where="--base", hint=hint)
-    if not (Path(base) / "config.json").is_file():
-        hint = "name the folder that holds the base model"
-        raise ModelError(f"there is no config.json in {base}", where="--base", hint=hint)
 
 
 def build_model(
@@ -142,7 +116,7 @@ def build_model(
             model has fewer tokens than the tokenizer.
     """
     model_config = build_config(config, auto_class, tokenizer, **overrides)
-    tokenizer = tokenizer or load_tokenizer(config)
+    tokenizer = tokenizer or model_files.load_tokenizer(config)
     path = config.model.pretrained_model_name_or_path
     if path:
         left_out = _head_to_leave_out(config, auto_class, model_config)
@@ -161,12 +135,12 @@ def build_model(
         # it warns at every start that it uses this loss.
         model.loss_type = "ForCausalLM"
     embeddings: Any = model.get_input_embeddings()
-    size = vocabulary_size(tokenizer)
+    size = model_files.vocabulary_size(tokenizer)
     if size > embeddings.num_embeddings:
         message = f"the tokenizer has {size} tokens, the model only {embeddings.num_embeddings}"
         raise ModelError(message, where=path, hint="use the model's own tokenizer")
     if config.model.seq_length:
-        choose_frequencies(model, config.model.seq_length)
+        architectures.choose_frequencies(model, config.model.seq_length)
     return model
 
 
@@ -174,17 +148,20 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
     flags = config.model
     path = str(flags.pretrained_model_name_or_path)
     folder = folder_of_model(flags, "config")
-    check_config_file(folder)
+    model_files.check_config_file(folder)
     pretrained = read_config_of(folder, trust_remote_code=flags.trust_remote_code)
-    for flag, attribute in {"model_type": "model_type", **SIZE_FLAGS}.items():  # they cannot change the model
+    for flag, attribute in {
+        "model_type": "model_type",
+        **architectures.SIZE_FLAGS,
+    }.items():  # they cannot change the model
         requested, actual = getattr(flags, flag), getattr(pretrained, attribute, None)
         if flag == "max_position_embeddings":
-            actual = positions_of(pretrained)
+            actual = architectures.positions_of(pretrained)
         if requested is not None and requested != actual:
             message = f"the pretrained model's {attribute} is {actual}, not {requested}"
             hint = f"leave out {spelling(flag)}, or leave out {PRETRAINED} to start from scratch"
             raise ModelError(message, where=spelling(flag), hint=hint)
-    if flags.new_head and not has_head_of(pretrained, *CLASSIFICATION):
+    if flags.new_head and not architectures.has_head_of(pretrained, *architectures.CLASSIFICATION):
         hint = "leave out --new-head: the model gets a new head without it"
         raise ModelError(f"{path} has no head for labels that could be replaced", where="--new-head", hint=hint)
     return pretrained
@@ -210,7 +187,7 @@ def read_config_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     Raises:
         ModelError: it cannot be used.
     """
-    with explain_config_errors(folder):
+    with model_files.explain_config_errors(folder):
         reader = own_reader(folder)
         if reader:
             return reader.read_config(folder)
@@ -273,12 +250,12 @@ def rebuild_layers(model: PreTrainedModel) -> None:
 
 def _head_to_leave_out(config: RunConfig, auto_class: str, model_config: PreTrainedConfig) -> list[str]:
     """Return modules of a pretrained label head that cannot be used: of another kind or size, or unwanted."""
-    if auto_class not in CLASSIFICATION:
+    if auto_class not in architectures.CLASSIFICATION:
         return []
     pretrained = _pretrained_config(config)
-    if not has_head_of(pretrained, *CLASSIFICATION):
+    if not architectures.has_head_of(pretrained, *architectures.CLASSIFICATION):
         return []
-    fits = has_head_of(pretrained, auto_class) and pretrained.num_labels == model_config.num_labels
+    fits = architectures.has_head_of(pretrained, auto_class) and pretrained.num_labels == model_config.num_labels
     if fits and not config.model.new_head:
         return []
     with torch.device("meta"):
@@ -294,8 +271,8 @@ def read_weights(
     Weights in the formats of ``DEQUANTIZED`` are dequantized. Otherwise transformers would keep them quantized where
     the machine has a kernel for it.
     """
-    quantization = quantization_of(folder)
-    if quantization.get("quant_method") in DEQUANTIZED:
+    quantization = model_files.quantization_of(folder)
+    if quantization.get("quant_method") in model_files.DEQUANTIZED:
         config.quantization_config = {**quantization, "dequantize": True}
     return factory.from_pretrained(
         folder,
@@ -312,7 +289,7 @@ def _load_weights(
     auto_class: str, path: str, model_config: PreTrainedConfig, flags: ModelFlags, left_out: list[str]
 ) -> PreTrainedModel:
     folder, code = folder_of_model(flags), flags.trust_remote_code
-    check_weight_files(folder)
+    model_files.check_weight_files(folder)
     factory: ModelFactory = getattr(transformers, auto_class)
     reader, random_state = own_reader(folder), torch.get_rng_state()
     if reader and left_out:
@@ -334,7 +311,7 @@ def _load_weights(
             f"the weights in {path} cannot be read: {reason(error)}",
             where=PRETRAINED,
             hint="install what its format needs, or name the model that it was made from"
-            if quantization_of(folder)
+            if model_files.quantization_of(folder)
             else "download the folder again",
         ) from error
     of_head = {name for name in model.state_dict() if name.partition(".")[0] in left_out}
@@ -385,7 +362,7 @@ def _check_weights(
         if name in of_head:
             continue
         message = f"the weight {name} is of shape {tuple(names)} in {path} and {tuple(needed)} in the model"
-        is_of_labels = auto_class in CLASSIFICATION and not name.startswith(prefix)
+        is_of_labels = auto_class in architectures.CLASSIFICATION and not name.startswith(prefix)
         of_labels = "the head was trained for other labels or sizes; remove it, or start from the base model"
         raise ModelError(message, where=PRETRAINED, hint=of_labels if is_of_labels else again)
     missing = sorted(info["missing_keys"])

@@ -10,20 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planning import optimizers
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.settings import decays_in_the_gradient
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import MOST_BLOCKS, ModelFlags
 from rapidformer_templates.planning.hub import BESIDE_ADAPTERS, PRETRAINED, cached_folder, is_hub_name
-from rapidformer_templates.planning.optimizers import (
-    ADAMW,
-    BETAS,
-    CPU_ADAM,
-    FUSED_ADAMW,
-    OPTIMIZERS,
-    OptimizerClass,
-    OptimizerFacts,
-)
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.planning.switch import ModelFacts, Request, Resource, Switch
 
@@ -187,18 +179,18 @@ def read_model_config(folder: Path) -> dict[str, object]:
     return content
 
 
-def optimizer_facts(request: Request) -> OptimizerFacts:
+def optimizer_facts(request: Request) -> optimizers.OptimizerFacts:
     """Return the record of the chosen optimizer."""
-    return OPTIMIZERS[request.config.get("optimizer")]
+    return optimizers.OPTIMIZERS[request.config.get("optimizer")]
 
 
-def optimizer_class(request: Request) -> OptimizerClass:
+def optimizer_class(request: Request) -> optimizers.OptimizerClass:
     """Return the class that makes the updates in this run. For apex's classes it may be the fallback."""
     facts = optimizer_facts(request)
     if on_host_by_deepspeed(request):
-        return CPU_ADAM
+        return optimizers.CPU_ADAM
     chosen = facts.fallback if facts.fallback and fallback_reason(request) else facts.implementation
-    return chosen.l2 if isinstance(chosen.l2, OptimizerClass) and decays_in_the_gradient(request) else chosen
+    return chosen.l2 if isinstance(chosen.l2, optimizers.OptimizerClass) and decays_in_the_gradient(request) else chosen
 
 
 def optimizer_options(request: Request) -> dict[str, object]:
@@ -209,7 +201,9 @@ def optimizer_options(request: Request) -> dict[str, object]:
     training = request.config.training
     options: dict[str, object] = {}
     if training.adam_beta1 is not None or training.adam_beta2 is not None:
-        betas = zip((training.adam_beta1, training.adam_beta2), optimizer_facts(request).betas or BETAS, strict=True)
+        betas = zip(
+            (training.adam_beta1, training.adam_beta2), optimizer_facts(request).betas or optimizers.BETAS, strict=True
+        )
         options["betas"] = tuple(default if beta is None else beta for beta, default in betas)
     if training.adam_epsilon is not None:
         options["eps"] = training.adam_epsilon
@@ -220,7 +214,9 @@ def optimizer_options(request: Request) -> dict[str, object]:
 def on_host_by_deepspeed(request: Request) -> bool:
     """Return whether DeepSpeed updates an offloaded AdamW state, for which it has a vectorized class."""
     facts = optimizer_facts(request)
-    is_adamw = facts.implementation in (ADAMW, FUSED_ADAMW) or facts.fallback is FUSED_ADAMW
+    is_adamw = (
+        facts.implementation in (optimizers.ADAMW, optimizers.FUSED_ADAMW) or facts.fallback is optimizers.FUSED_ADAMW
+    )
     by_deepspeed = any(name.startswith("zero-") and switch.engine for name, switch in request.active.items())
     return is_adamw and by_deepspeed and bool(request.of_family("offload"))
 

@@ -54,9 +54,8 @@ def cast_to_compute_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     if not isinstance(parameter, DTensor):
         parameter.data = parameter.data.to(dtype)
         return
-    replacement = nn.Parameter(
-        parameter.detach().to(dtype)
-    )  # assigning .data of a DTensor does not change its local part
+    # Assigning .data of a DTensor does not change its local part.
+    replacement = nn.Parameter(parameter.detach().to(dtype))
     replacement.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, replacement)
 

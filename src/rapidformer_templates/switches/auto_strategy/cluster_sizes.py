@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,20 +16,7 @@ from rich.table import Table
 from rapidformer_templates.errors import Refused
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.switches.auto_strategy.command import (
-    Subjects,
-    closest_constraint,
-    layout_to_json,
-    not_predicted,
-    search,
-)
-from rapidformer_templates.switches.auto_strategy.results import (
-    Candidate,
-    SearchResult,
-    TrainingEstimate,
-    TrainingTerms,
-    estimate_training,
-)
+from rapidformer_templates.switches.auto_strategy import command, results
 from rapidformer_templates.switches.auto_strategy.timing import Hardware
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.terminal import console
@@ -49,13 +36,13 @@ class ClusterSize:
     """
 
     workers: int
-    best: Candidate | None = None
-    training: TrainingEstimate | None = None
+    best: results.Candidate | None = None
+    training: results.TrainingEstimate | None = None
     constraint: str | None = None
 
     def to_json(self) -> dict[str, object]:
         """Return the public JSON form. See docs/planner-answers.md."""
-        best = layout_to_json(self.best, self.training) if self.best and self.training else None
+        best = command.layout_to_json(self.best, self.training) if self.best and self.training else None
         return {"world_size": self.workers, "best": best, "constraint": self.constraint}
 
 
@@ -63,7 +50,7 @@ def plan_clusters(
     config: RunConfig,
     environment: Environment,
     sizes: Sequence[int],
-    terms: TrainingTerms,
+    terms: results.TrainingTerms,
     source: ModelSource | None = None,
     *,
     as_json: bool,
@@ -83,14 +70,14 @@ def plan_clusters(
         ModelError, ConfigError: see :func:`command.search`.
     """
     clusters: list[ClusterSize] = []
-    subjects: Subjects = {}
-    result: SearchResult | None = None
+    subjects: command.Subjects = {}
+    result: results.SearchResult | None = None
     hardware: Hardware | None = None
     refused: Refused | None = None
     for size in sizes:
         place = replace(environment, world_size=size, local_world_size=min(environment.local_world_size, size))
         try:
-            result, hardware = search(config, place, source=source, cached=cached, subjects=subjects)
+            result, hardware = command.search(config, place, source=source, cached=cached, subjects=subjects)
         except Refused as refusal:
             refused = refusal
             first = refusal.diagnostics[0]
@@ -98,10 +85,10 @@ def plan_clusters(
             continue
         if result.layouts:
             best = result.layouts[0]
-            training = estimate_training(best, config, place, terms, result.totals)
+            training = results.estimate_training(best, config, place, terms, result.totals)
             clusters.append(ClusterSize(size, best, training))
         else:
-            clusters.append(ClusterSize(size, constraint=closest_constraint(result)))
+            clusters.append(ClusterSize(size, constraint=command.closest_constraint(result)))
     if result is None or hardware is None:
         assert refused is not None
         raise refused
@@ -119,7 +106,7 @@ def plan_clusters(
         print(json.dumps(content, indent=2))
     else:
         show(clusters, smallest)
-        for line in (*(f"assumed: {line}" for line in hardware.lines()), *not_predicted(result.not_predicted)):
+        for line in (*(f"assumed: {line}" for line in hardware.lines()), *command.not_predicted(result.not_predicted)):
             print(line)
     return 1 if smallest is None else 0
 
@@ -152,7 +139,7 @@ def show(clusters: Sequence[ClusterSize], smallest: int | None) -> None:
     print("nothing fits on any of these sizes" if smallest is None else f"smallest that fits: {smallest} workers")
 
 
-def in_words(candidate: Candidate) -> str:
+def in_words(candidate: results.Candidate) -> str:
     """Describe a layout on one line: ``tensor 2 × pipeline 4 · 2 × data 8, micro 1, zero-2, selective``."""
     layout = candidate.layout
     sizes = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipelined, "data": layout.data}
@@ -163,7 +150,7 @@ def in_words(candidate: Candidate) -> str:
     return ", ".join([divided, *filter(None, more)])
 
 
-def draw(clusters: Sequence[ClusterSize], memory_gb: float, terms: TrainingTerms, file: Path) -> None:
+def draw(clusters: Sequence[ClusterSize], memory_gb: float, terms: results.TrainingTerms, file: Path) -> None:
     """Draw time, use of the devices, memory and cost over the number of workers. The suffix is the format.
 
     Raises:
@@ -171,25 +158,22 @@ def draw(clusters: Sequence[ClusterSize], memory_gb: float, terms: TrainingTerms
     """
     from matplotlib.figure import Figure
 
-    pairs = [(each.best, each.training) for each in clusters]
-    hours = [None if training is None else training.hours for _, training in pairs]
-    seconds = [None if best is None else best.timing.total for best, _ in pairs]
-    has_length = any(hour is not None for hour in hours)
-    used = [None if training is None else training.mfu for _, training in pairs]
-    rates = [None if training is None else training.tokens_per_second for _, training in pairs]
-    has_peak = any(share is not None for share in used)
+    def row(of: Callable[[results.Candidate, results.TrainingEstimate], float | None]) -> list[float | None]:
+        return [of(each.best, each.training) if each.best and each.training else None for each in clusters]
+
+    hours, used = row(lambda best, training: training.hours), row(lambda best, training: training.mfu)
+    costs = row(lambda best, training: training.cost)
     panels: list[tuple[str, list[float | None], float | None]] = [
-        ("days of training", [None if hour is None else hour / 24 for hour in hours], None)
-        if has_length
-        else ("seconds per step", seconds, None),
-        ("MFU in %", [None if share is None else 100 * share for share in used], None)
-        if has_peak
-        else ("tokens per second", rates, None),
-        ("GB needed per worker", [None if best is None else best.needed_gb for best, _ in pairs], memory_gb),
+        ("seconds per step", row(lambda best, training: best.timing.total), None),
+        ("tokens per second", row(lambda best, training: training.tokens_per_second), None),
+        ("GB needed per worker", row(lambda best, training: best.needed_gb), memory_gb),
     ]
-    if any(training is not None and training.cost is not None for _, training in pairs):
-        label = f"cost at {terms.price_per_hour:g} per worker and hour"
-        panels.append((label, [None if training is None else training.cost for _, training in pairs], None))
+    if any(hour is not None for hour in hours):
+        panels[0] = ("days of training", [None if hour is None else hour / 24 for hour in hours], None)
+    if any(share is not None for share in used):
+        panels[1] = ("MFU in %", [None if share is None else 100 * share for share in used], None)
+    if any(cost is not None for cost in costs):
+        panels.append((f"cost at {terms.price_per_hour:g} per worker and hour", costs, None))
     figure = Figure(figsize=(3.2 * len(panels), 3.2), layout="constrained")
     names = [str(cluster.workers) for cluster in clusters]
     for axes, (title, values, limit) in zip(figure.subplots(1, len(panels)), panels, strict=True):

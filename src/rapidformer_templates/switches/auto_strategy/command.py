@@ -21,20 +21,8 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy import results
 from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout, layout_of, memory_options_of
-from rapidformer_templates.switches.auto_strategy.results import (
-    ALLOWANCE,
-    Candidate,
-    Memory,
-    SearchResult,
-    TrainingEstimate,
-    TrainingTerms,
-    Unknown,
-    cache_file,
-    estimate_training,
-    read_result,
-    write_result,
-)
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
@@ -55,7 +43,7 @@ class NothingFits(RapidformerError):
     """No layout of the workers fits the model."""
 
 
-MeasurePlan: TypeAlias = Callable[[Plan], Memory]
+MeasurePlan: TypeAlias = Callable[[Plan], results.Memory]
 """Runs the engine of a plan on tensors without data, and returns the memory that it needs."""
 
 Subjects: TypeAlias = "dict[tuple[str, ...], Subject]"
@@ -70,7 +58,7 @@ def search(
     source: ModelSource | None = None,
     cached: bool = True,
     subjects: Subjects | None = None,
-) -> tuple[SearchResult, Hardware]:
+) -> tuple[results.SearchResult, Hardware]:
     """Search all layouts. Return them, and the devices that they are for.
 
     Args:
@@ -93,8 +81,8 @@ def search(
     complete = registry.complete(config)
     hardware = find_hardware(environment, precision(complete, environment), complete.get("host_memory_gb"))
     is_known = cached and registry is REGISTRY and source is None
-    file = cache_file(config, environment, hardware, by_memory=by_memory) if is_known else None
-    result = read_result(file) if file else None
+    file = results.cache_file(config, environment, hardware, by_memory=by_memory) if is_known else None
+    result = results.read_result(file) if file else None
     if result is None:
         gc.disable()  # collections take a sixth of the import of torch and transformers
         try:
@@ -108,7 +96,7 @@ def search(
         subjects[plan.switches] = subject
         result = Search(config, environment, subject, hardware, registry, by_memory=by_memory).run()
         if file:
-            write_result(file, result)
+            results.write_result(file, result)
     return result, hardware
 
 
@@ -139,7 +127,7 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
 def plan_command(
     config: RunConfig,
     environment: Environment,
-    terms: TrainingTerms,
+    terms: results.TrainingTerms,
     source: ModelSource | None = None,
     *,
     as_json: bool,
@@ -158,7 +146,7 @@ def plan_command(
     named = None
     if narrower:
         named, _ = search(narrower, environment, source=source, cached=cached, subjects=subjects)
-    trainings = [estimate_training(each, config, environment, terms, result.totals) for each in result.layouts]
+    trainings = [results.estimate_training(each, config, environment, terms, result.totals) for each in result.layouts]
     if as_json:
         more = {"compared": compared_to_json(result, named)} if named else {}
         print(json.dumps(to_json(result, hardware, trainings) | more, indent=2))
@@ -175,7 +163,7 @@ def predict_run(
     plan: Plan,
     config: RunConfig,
     environment: Environment,
-    terms: TrainingTerms,
+    terms: results.TrainingTerms,
     source: ModelSource | None = None,
     measure: MeasurePlan | None = None,
     *,
@@ -202,11 +190,11 @@ def predict_run(
     unknown = one.unknown()
     if own_optimizer:
         as_if = f"the update takes the seconds, and a checkpoint the space, that {plan.optimizer} needs"
-        unknown = (*unknown, Unknown("build_optimizer()", ("time",), as_if))
+        unknown = (*unknown, results.Unknown("build_optimizer()", ("time",), as_if))
     memory = measure(plan) if measure else None
     candidate = one.predict(layout_of(plan), setting, memory)
     constraint = one.constraint(candidate.memory, candidate.setup, setting)
-    training = estimate_training(candidate, config, environment, terms, one.totals())
+    training = results.estimate_training(candidate, config, environment, terms, one.totals())
     as_json = {
         **layout_to_json(candidate, training),
         "memory_from": "engine" if measure else "rules",
@@ -227,7 +215,7 @@ def predict_run(
     return as_json, lines
 
 
-def layout_to_json(candidate: Candidate, training: TrainingEstimate) -> dict[str, object]:
+def layout_to_json(candidate: results.Candidate, training: results.TrainingEstimate) -> dict[str, object]:
     """Return the public JSON form of a layout. See docs/planner.md."""
     timing, memory, setup = candidate.timing, candidate.memory, candidate.setup
     sizes = {**vars(memory), "total": memory.total, "setup": setup.device, "setup_host": setup.host}
@@ -245,7 +233,9 @@ def layout_to_json(candidate: Candidate, training: TrainingEstimate) -> dict[str
     }
 
 
-def to_json(result: SearchResult, hardware: Hardware, trainings: Sequence[TrainingEstimate]) -> dict[str, object]:
+def to_json(
+    result: results.SearchResult, hardware: Hardware, trainings: Sequence[results.TrainingEstimate]
+) -> dict[str, object]:
     """Return the public JSON form of a search. See docs/planner.md."""
     return {
         "ok": bool(result.layouts),
@@ -275,7 +265,7 @@ def _sizes(layout: Layout) -> dict[str, object]:
     }
 
 
-def show(result: SearchResult, hardware: Hardware, training: Sequence[str] = ()) -> None:
+def show(result: results.SearchResult, hardware: Hardware, training: Sequence[str] = ()) -> None:
     """Print the best layouts, their assumptions, and why the others were rejected.
 
     Args:
@@ -290,12 +280,13 @@ def show(result: SearchResult, hardware: Hardware, training: Sequence[str] = ())
         print(f"assumed: {line}")
     for line in not_predicted(result.not_predicted):
         print(line)
-    print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free in addition")
+    allowance = f"{results.ALLOWANCE:.0%} and the contexts must be free in addition"
+    print(f"memory is predicted from the model's own graph; {allowance}")
     print("setup is the peak of a device while the model is built and loaded, host that of all workers of a node")
     show_rejected(result, terminal)
 
 
-def _offloads(result: SearchResult) -> bool:
+def _offloads(result: results.SearchResult) -> bool:
     return any(candidate.layout.offload for candidate in result.layouts)
 
 
@@ -303,7 +294,7 @@ COLUMNS = ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning"
 """Columns of sizes. If any layout uses context or experts, these columns follow ``pipe``."""
 
 
-def _table(result: SearchResult) -> Table:
+def _table(result: results.SearchResult) -> Table:
     table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
     more = [name for name in ("context", "experts") if any(getattr(each.layout, name) > 1 for each in result.layouts)]
     for name in (*COLUMNS[:2], *more, *COLUMNS[2:]):
@@ -338,7 +329,7 @@ def where_the_step_goes(timing: Timing) -> str:
     return f"  where the step goes: {spent}{hidden}"
 
 
-def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
+def reasons(result: results.SearchResult, hardware: Hardware) -> list[str]:
     """Explain why the best layout is the best, and how to request it."""
     best = result.layouts[0]
     layout, timing = best.layout, best.timing
@@ -367,12 +358,12 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
     return [*lines, f"  host memory: {best.host_gb:,.1f}{limit} per node, including the allowance"]
 
 
-def not_predicted(unknown: Sequence[Unknown]) -> list[str]:
+def not_predicted(unknown: Sequence[results.Unknown]) -> list[str]:
     """List what the numbers leave out, one line per reason."""
     return [f"not predicted: {each.switch}: {', '.join(each.kinds)}: {each.why}" for each in unknown]
 
 
-def show_rejected(result: SearchResult, terminal: Console) -> None:
+def show_rejected(result: results.SearchResult, terminal: Console) -> None:
     """Print a table of the rejected layouts, one line per constraint."""
     if not result.rejected:
         return
@@ -405,7 +396,7 @@ def with_layout_flags(config: RunConfig, text: str) -> RunConfig:
     return config.replace("--compare", **{name: named.get(name) for name in named.origins})
 
 
-def differences(best: Candidate, named: Candidate) -> list[tuple[str, str, float, float]]:
+def differences(best: results.Candidate, named: results.Candidate) -> list[tuple[str, str, float, float]]:
     """Return (name, unit, of the best, of the named layout) for each time per sample and each size of memory."""
     times = [components(each.timing) | {"step": each.timing.total} for each in (best, named)]
     scales = [1000 / each.layout.global_batch for each in (best, named)]
@@ -432,7 +423,7 @@ def components(timing: Timing) -> dict[str, float]:
     }
 
 
-def compared_to_json(result: SearchResult, named: SearchResult) -> dict[str, object]:
+def compared_to_json(result: results.SearchResult, named: results.SearchResult) -> dict[str, object]:
     """Return the public JSON form. See docs/planner-answers.md."""
     if not result.layouts or not named.layouts:
         return {"flags": None, "constraint": closest_constraint(named), "differences": []}
@@ -442,7 +433,7 @@ def compared_to_json(result: SearchResult, named: SearchResult) -> dict[str, obj
     return {"flags": " ".join(chosen.layout.flags()), "constraint": None, "differences": compared}
 
 
-def closest_constraint(result: SearchResult) -> str:
+def closest_constraint(result: results.SearchResult) -> str:
     """Return the constraint that most layouts fail: the last one of that kind, which divides the model most."""
     kinds = Counter(rejected.constraint.partition(":")[0] for rejected in result.rejected)
     if not kinds:
@@ -451,7 +442,7 @@ def closest_constraint(result: SearchResult) -> str:
     return [each.constraint for each in result.rejected if each.constraint.partition(":")[0] == usual][-1]
 
 
-def show_comparison(result: SearchResult, named: SearchResult) -> None:
+def show_comparison(result: results.SearchResult, named: results.SearchResult) -> None:
     """Print a table of the differences, and the component that costs most. Or the reason why nothing fits."""
     if not result.layouts or not named.layouts:
         print(f"--compare: no layout with these flags fits: {closest_constraint(named)}")

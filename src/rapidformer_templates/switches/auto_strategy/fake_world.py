@@ -5,7 +5,6 @@ Collectives return at once, with tensors of the right shapes. Every worker has t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ def counted_engine(*, dense: bool, on_cpu: bool) -> Iterator[LiveStorages]:
     live = LiveStorages()
     with ExitStack() as stack:
         for name in MESH_READS:
-            stack.enter_context(patch.object(DeviceMesh, name, _without_modes(getattr(DeviceMesh, name))))
+            stack.enter_context(patch.object(DeviceMesh, name, _disable_current_modes()(getattr(DeviceMesh, name))))
         stack.enter_context(_reducer_without_peers())
         stack.enter_context(patch.object(TokenDispatcher, "rows", _even_rows))
         if on_cpu:
@@ -119,15 +118,9 @@ def _reduce_a_copy(reduce_scatter: Callable[..., T]) -> Callable[..., T]:
     return reduce_a_copy
 
 
-def _without_modes(function: Callable[..., T]) -> Callable[..., T]:
-    """Run a function on real tensors."""
-
-    @functools.wraps(function)
-    def on_real_tensors(*args: Any, **kwargs: Any) -> T:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return on_real_tensors
+def _even_rows(dispatcher: TokenDispatcher, counts: torch.Tensor, tokens: int) -> list[int]:
+    """Assume that the gate sends equally many tokens to each worker."""
+    return [tokens // len(counts)] * len(counts)
 
 
 @contextmanager
@@ -151,11 +144,6 @@ def _reducer_without_peers() -> Iterator[None]:
         patch.object(Reducer, "_rebuild_buckets", lambda _: False),  # other buckets, with as many bytes
     ):
         yield
-
-
-def _even_rows(dispatcher: TokenDispatcher, counts: torch.Tensor, tokens: int) -> list[int]:
-    """Assume that the gate sends equally many tokens to each worker."""
-    return [tokens // len(counts)] * len(counts)
 
 
 @contextmanager

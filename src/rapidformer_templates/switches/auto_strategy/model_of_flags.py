@@ -130,7 +130,12 @@ class FlagModel:
         """
         self._config = config
         self._kind = model_type_of(config)
-        self._auto_class = _auto_class(config, self._kind)
+        task = config.training.task
+        self._auto_class: str = (
+            HEADS[objective_of(self._kind)]
+            if task in (None, "pretraining")
+            else load_object(TASKS[task].implementation).auto_class
+        )
         self._model_config = build_config(config, self._auto_class, _tokenizer(config))
         self.tokens = seq_length_of(config, self._model_config)
 
@@ -178,14 +183,6 @@ def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> Assembly:
             with FakeDataReads(dense=True):
                 load_object(switch.transform)(assembly, building)
     return assembly
-
-
-def _auto_class(config: RunConfig, model_type: str) -> str:
-    task = config.training.task
-    if task in (None, "pretraining"):
-        return HEADS[objective_of(model_type)]
-    auto_class: str = load_object(TASKS[task].implementation).auto_class
-    return auto_class
 
 
 class _OwnVocabulary:

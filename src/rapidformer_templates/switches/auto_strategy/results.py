@@ -348,22 +348,13 @@ def write_result(file: Path, result: SearchResult) -> None:
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(_encoded(result)), encoding="utf-8")
+        temporary.write_text(json.dumps(asdict(replace(result, file=None))), encoding="utf-8")
         temporary.replace(file)
         by_age = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         for old in by_age[:-KEPT]:
             old.unlink(missing_ok=True)
     except OSError as error:
         print(f"note: the result of the search is not stored in {file.parent} ({error})", file=sys.stderr)
-
-
-def _encoded(result: SearchResult) -> dict[str, object]:
-    return {
-        "layouts": [asdict(candidate) for candidate in result.layouts],
-        "rejected": [asdict(rejected) for rejected in result.rejected],
-        "totals": asdict(result.totals),
-        "not_predicted": [asdict(unknown) for unknown in result.not_predicted],
-    }
 
 
 def _decoded(stored: dict[str, Any]) -> SearchResult:

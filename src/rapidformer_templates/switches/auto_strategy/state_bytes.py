@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from rapidformer_templates.planning.optimizer_states import (
     BF16,
@@ -88,30 +88,28 @@ class StateOptions:
 PLAIN, ON_HOST = StateOptions(), StateOptions(UNCOUNTED_MOMENTS)
 """torch's AdamW, and DeepSpeed's AdamW on the host."""
 
+Shapes: TypeAlias = Sequence[ParameterShape]
+OfWorkers: TypeAlias = list[StateBytes]
+"""The states of each worker."""
+
 
 class Formula(Protocol):
     """Maps (parameters, workers, bytes per element in the compute type) to what each worker should hold."""
 
-    def __call__(
-        self, parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
-    ) -> list[StateBytes]: ...
+    def __call__(self, parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN) -> OfWorkers: ...
 
 
-def replicated(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
-) -> list[StateBytes]:
+def replicated(parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN) -> OfWorkers:
     """DDP: every worker has everything."""
     return [StateBytes(*_whole(parameters), how.optimizer.bytes_of(parameters))] * workers
 
 
-def _whole(parameters: Sequence[ParameterShape]) -> tuple[int, int]:
+def _whole(parameters: Shapes) -> tuple[int, int]:
     """Return the bytes of whole parameters and of their fp32 gradients."""
     return sum(p.stored_bytes for p in parameters), FP32 * sum(p.count for p in parameters)
 
 
-def replicated_with_masters(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
-) -> list[StateBytes]:
+def replicated_with_masters(parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN) -> OfWorkers:
     """16-bit weights, fp32 masters and fp32 gradient sums: every worker has everything."""
     (states, *_) = replicated(parameters, 1, width, how)
     with_masters = sum(p.count for p in parameters if p.has_master)
@@ -119,33 +117,25 @@ def replicated_with_masters(
     return [StateBytes(*parts)] * workers
 
 
-def replicated_on_host(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
-) -> list[StateBytes]:
+def replicated_on_host(parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN) -> OfWorkers:
     """DDP with offload: the optimizer is in host memory, with copies of weights and gradients."""
     (states, *_) = replicated(parameters, 1, width, how)
     copies = states.parameters + states.gradients
     return [replace(states, on_host=(0, 0, states.optimizer), host_copies=copies)] * workers
 
 
-def divided_experts(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN, *, over: int
-) -> list[StateBytes]:
+def divided_experts(parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN, *, over: int) -> OfWorkers:
     """Expert parallelism: every worker has everything, except that the experts are divided over ``over`` workers."""
     return replicated([p.among(over) for p in parameters], workers, width, how)
 
 
-def owned(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
-) -> list[StateBytes]:
+def owned(parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN) -> OfWorkers:
     """OSS: the owner of a parameter has its whole state, so the shares are uneven."""
     whole = _whole(parameters)
     return [StateBytes(*whole, how.optimizer.bytes_of(own)) for own in _of_owners(parameters, workers, how)]
 
 
-def owned_with_gradients(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
-) -> list[StateBytes]:
+def owned_with_gradients(parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN) -> OfWorkers:
     """OSS + SDP: the owner of a parameter has its gradient, too."""
     stored, _ = _whole(parameters)
     return [
@@ -154,7 +144,7 @@ def owned_with_gradients(
     ]
 
 
-def _of_owners(parameters: Sequence[ParameterShape], workers: int, how: StateOptions) -> list[list[ParameterShape]]:
+def _of_owners(parameters: Shapes, workers: int, how: StateOptions) -> list[list[ParameterShape]]:
     """Parameters by owner. Each goes to the worker with the fewest elements so far, group by group."""
     owners: list[list[ParameterShape]] = [[] for _ in range(workers)]
     counts = [0] * workers
@@ -165,16 +155,14 @@ def _of_owners(parameters: Sequence[ParameterShape], workers: int, how: StateOpt
     return owners
 
 
-def divided_in_rows(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
-) -> list[StateBytes]:
+def divided_in_rows(parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN) -> OfWorkers:
     """FSDP: each parameter is divided along its first dimension and padded to equal parts. Its state is not padded."""
     return _in_parts([[_part(p, rank, workers) for p in parameters] for rank in range(workers)], how)
 
 
 def divided_in_rows_beside_experts(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN, *, over: int, shards: int
-) -> list[StateBytes]:
+    parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN, *, over: int, shards: int
+) -> OfWorkers:
     """FSDP with expert parallelism: ``shards`` workers divide each expert among them."""
     parts: list[list[ParameterShape]] = []
     for rank in range(workers):
@@ -188,7 +176,7 @@ def divided_in_rows_beside_experts(
     return _in_parts(parts, how)
 
 
-def _in_parts(parts: Sequence[Sequence[ParameterShape]], how: StateOptions) -> list[StateBytes]:
+def _in_parts(parts: Sequence[Shapes], how: StateOptions) -> list[StateBytes]:
     """``parts`` lists each rank's parameters. All workers allocate as much memory for them as the first one."""
     whole = _whole(parts[0])
     return [StateBytes(*whole, how.optimizer.bytes_of(of_rank)) for of_rank in parts]
@@ -201,9 +189,7 @@ def _part(parameter: ParameterShape, rank: int, workers: int, dim: int = 0) -> P
     return replace(parameter, shape=tuple(shape), code_bytes=part_of(parameter.code_bytes, rank, workers))
 
 
-def divided_groups(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
-) -> list[StateBytes]:
+def divided_groups(parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN) -> OfWorkers:
     """ZeRO-1 and -2: whole parameters; gradients, fp32 masters and moments of this worker's part of each group.
 
     DeepSpeed keeps masters even if parameters are already fp32, and the whole gradient of a parameter
@@ -223,9 +209,7 @@ def divided_groups(
     return states
 
 
-def divided_groups_on_host(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = ON_HOST
-) -> list[StateBytes]:
+def divided_groups_on_host(parameters: Shapes, workers: int, width: int, how: StateOptions = ON_HOST) -> OfWorkers:
     """ZeRO-1 and -2 with offload: gradients go into the gradients of the masters."""
     whole = sum(p.bytes_in(width) for p in parameters)
     shares = _groups(parameters, workers, how)[1]
@@ -233,24 +217,20 @@ def divided_groups_on_host(
     return [StateBytes(whole, gradients, optimizer, on_host=(0, gradients, optimizer))] * workers
 
 
-def _groups(parameters: Sequence[ParameterShape], workers: int, how: StateOptions) -> tuple[list[list[int]], list[int]]:
+def _groups(parameters: Shapes, workers: int, how: StateOptions) -> tuple[list[list[int]], list[int]]:
     """Return (sizes of the parameters, elements of a worker's part) for each group. The parts are equal and even."""
     groups = [[p.count for p in group] for group in how.optimizer.groups_of(parameters)]
     return groups, [2 * math.ceil(sum(group) / (2 * workers)) for group in groups]
 
 
-def each_divided(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
-) -> list[StateBytes]:
+def each_divided(parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN) -> OfWorkers:
     """ZeRO-3: this worker's part of each flattened parameter, of its gradient, its fp32 master and its moments."""
     share, small = _parts(parameters, workers, width, how)
     optimizer = _masters_and_state(_sub_groups(parameters, workers, how, SUB_GROUP), how)
     return [StateBytes(share + small, share, optimizer)] * workers
 
 
-def each_divided_on_host(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = ON_HOST
-) -> list[StateBytes]:
+def each_divided_on_host(parameters: Shapes, workers: int, width: int, how: StateOptions = ON_HOST) -> OfWorkers:
     """ZeRO-3 with offload: gradients exist twice, as they are reduced and as the update on the host reads them."""
     share, small = _parts(parameters, workers, width, how)
     gradients = share + FP32 * share // width
@@ -259,9 +239,7 @@ def each_divided_on_host(
     return [StateBytes(share + small, gradients, optimizer, on_host=away)] * workers
 
 
-def each_divided_on_disk(
-    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = ON_HOST
-) -> list[StateBytes]:
+def each_divided_on_disk(parameters: Shapes, workers: int, width: int, how: StateOptions = ON_HOST) -> OfWorkers:
     """ZeRO-3 with NVMe: like offload, but a sub-group's masters, their gradients and moments are on the disk."""
     share, small = _parts(parameters, workers, width, how)
     in_memory = [n for n in _sub_groups(parameters, workers, how, SUB_GROUP_FOR_DISK) if n < LEAST_ON_DISK]
@@ -274,7 +252,7 @@ def _masters_and_state(sub_groups: Sequence[int], how: StateOptions) -> int:
     return FP32 * sum(sub_groups) + how.optimizer.bytes_of(runs(sub_groups))
 
 
-def _sub_groups(parameters: Sequence[ParameterShape], workers: int, how: StateOptions, usual: int) -> list[int]:
+def _sub_groups(parameters: Shapes, workers: int, how: StateOptions, usual: int) -> list[int]:
     """Elements of a worker's part of each sub-group. A sub-group is a run of the parameters of a group."""
     limit = how.sub_group or usual
     sizes = []
@@ -289,7 +267,7 @@ def _sub_groups(parameters: Sequence[ParameterShape], workers: int, how: StateOp
     return sizes
 
 
-def _parts(parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions) -> tuple[int, int]:
+def _parts(parameters: Shapes, workers: int, width: int, how: StateOptions) -> tuple[int, int]:
     """Return bytes of (this worker's part of every parameter, small parameters that are kept whole)."""
     stored = [(p.code_bytes, 1) if p.code_bytes else (p.count, width) for p in parameters]
     share = sum(math.ceil(count / workers) * size for count, size in stored)

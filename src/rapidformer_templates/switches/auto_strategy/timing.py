@@ -9,18 +9,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.environment import DEVICE_KINDS, DEVICE_MEMORY, Environment
-from rapidformer_templates.switches.auto_strategy.device_file import (
-    ALL_GATHER,
-    DeviceFile,
-    ExchangeRate,
-    WorkerRates,
-    read_device_file,
-)
+from rapidformer_templates.switches.auto_strategy import device_file
 
 GB = 10**9
 
@@ -121,7 +115,7 @@ class Hardware:
     activation_bandwidth: float | None = None
     unaligned_tflops: float | None = None
     update_bandwidth: float | None = None
-    exchanges: Mapping[str, ExchangeRate] = field(default_factory=dict, hash=False)
+    exchanges: Mapping[str, device_file.ExchangeRate] = field(default_factory=dict, hash=False)
     computation_factor: float = 1.0
     exchange_factor: float = 1.0
 
@@ -186,14 +180,10 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
         ConfigError: a variable is not a positive number, or the memory is unknown.
     """
     assumed = ASSUMED["cpu" if environment.device == "cpu" else "cuda"]
-    values: dict[str, float] = {
-        "tflops": assumed.tflops[precision],
-        "attention_tflops": min(assumed.attention_tflops, assumed.tflops[precision]),
-        "memory_bandwidth": assumed.memory_bandwidth,
-        "intra_node": assumed.intra_node,
-        "inter_node": assumed.inter_node,
-        "host_link": assumed.host_link,
-    }
+    names = ("memory_bandwidth", "intra_node", "inter_node", "host_link")
+    values: dict[str, float] = {name: getattr(assumed, name) for name in names}
+    values["tflops"] = assumed.tflops[precision]
+    values["attention_tflops"] = min(assumed.attention_tflops, values["tflops"])
     multiprocessors, unaligned = assumed.multiprocessors, None
     sources = dict.fromkeys(values, "assumed")
     if environment.device_origin:
@@ -216,7 +206,7 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
         sources |= dict.fromkeys(sustained, kind.source)
     rates = None
     if environment.device_file:
-        file = read_device_file(environment.device_file)
+        file = device_file.read_device_file(environment.device_file)
         rates = file.rates_of(environment.local_world_size)
         sustained = _sustained(file, rates, environment, precision)
         multiprocessors = file.multiprocessors
@@ -232,7 +222,12 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
     sources["host_gb"] = "--host-memory-gb"
     if host_memory_gb is None and sources["memory_gb"] == "measured":
         host_memory_gb, sources["host_gb"] = round(host_bytes() / GB, 1), "measured"
-    hardware = Hardware(
+    measured: dict[str, float] = {}
+    if rates is not None:
+        names = ("kernel_seconds", "activation_bandwidth", "computation_factor", "exchange_factor")
+        measured = {name: getattr(rates.precisions[precision], name) for name in names}
+        measured |= {"launch_seconds": rates.launch_seconds, "update_bandwidth": rates.update_bandwidth}
+    return Hardware(
         environment.device,
         precision,
         **values,
@@ -242,22 +237,13 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
         unaligned_tflops=unaligned,
         host_gb=host_memory_gb,
         exchanges=rates.exchanges if rates and GIVEN["intra_node"] not in os.environ else {},
-    )
-    if rates is None:
-        return hardware
-    of_precision = rates.precisions[precision]
-    return replace(
-        hardware,
-        kernel_seconds=of_precision.kernel_seconds,
-        launch_seconds=rates.launch_seconds,
-        activation_bandwidth=of_precision.activation_bandwidth,
-        update_bandwidth=rates.update_bandwidth,
-        computation_factor=of_precision.computation_factor,
-        exchange_factor=of_precision.exchange_factor,
+        **measured,
     )
 
 
-def _sustained(file: DeviceFile, rates: WorkerRates, environment: Environment, precision: str) -> dict[str, float]:
+def _sustained(
+    file: device_file.DeviceFile, rates: device_file.WorkerRates, environment: Environment, precision: str
+) -> dict[str, float]:
     """Return the values of a device file that replace assumed ones.
 
     Raises:
@@ -276,7 +262,7 @@ def _sustained(file: DeviceFile, rates: WorkerRates, environment: Environment, p
     if rates.host_link:
         sustained["host_link"] = rates.host_link
     if rates.exchanges:
-        sustained["intra_node"] = rates.exchanges[ALL_GATHER].gbs
+        sustained["intra_node"] = rates.exchanges[device_file.ALL_GATHER].gbs
     return sustained
 
 
