@@ -12,10 +12,9 @@ import pytest
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, in_code
-from rapidformer_templates.planning.flag_parser import build_parser, parse
+from rapidformer_templates.planning.flag_parser import build_parser, equivalents, parse
 from rapidformer_templates.planning.flag_values import Epochs, Interval
 from rapidformer_templates.planning.flags import SECTIONS, flag
-from rapidformer_templates.planning.peers import equivalents
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import choose_template, with_template_defaults
 from tests.support.messages import Says

@@ -19,6 +19,7 @@ from torch.nn.utils import get_total_norm
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines import backwards, optimizer_state
+from rapidformer_templates.engines import shards as sharding
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import ComputeLoss
@@ -28,21 +29,6 @@ from rapidformer_templates.engines.gather_on_use import divided_construction
 from rapidformer_templates.engines.loss import Recorder, loss_and_count
 from rapidformer_templates.engines.optimizer_state import is_in_host_memory
 from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule, trained_parameters
-from rapidformer_templates.engines.shards import (
-    Copies,
-    Shard,
-    ShardKind,
-    StateReader,
-    check_names,
-    gather_whole,
-    global_norm,
-    load_weights,
-    local_part,
-    model_shards,
-    named_tensors,
-    send_first_values,
-    shard_of,
-)
 from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.planning.plan import Plan
@@ -93,7 +79,9 @@ class SingleEngine:
         self._callable: nn.Module  # the model that compute_loss receives
         self._parameters: list[nn.Parameter]
         self._frozen: list[nn.Parameter]
-        self._updated_shards: Mapping[torch.Tensor, Shard]  # the shard of each tensor that the optimizer updates
+        self._updated_shards: Mapping[
+            torch.Tensor, sharding.Shard
+        ]  # the shard of each tensor that the optimizer updates
         self._lr_factor = 1.0
         self.monitor: StepMonitor | None = None  # None if the host waits for the device
         self._accumulates = plan.sizes.accumulation > 1
@@ -142,8 +130,8 @@ class SingleEngine:
         self._parameters = [parameter for _, parameter in trained]
         self.optimizer = self._build_optimizer(recipe, trained, differing)
         self._updated_shards = {
-            tensor: shard_of(tensor, name, self.assembly, self.workers)
-            for name, tensor in named_tensors(self.assembly).items()
+            tensor: sharding.shard_of(tensor, name, self.assembly, self.workers)
+            for name, tensor in sharding.named_tensors(self.assembly).items()
             if tensor.requires_grad
         }
 
@@ -291,7 +279,7 @@ class SingleEngine:
 
     def _multiply_gradients(self, factor: torch.Tensor) -> None:
         """Multiply this worker's parts of the gradients. Operations on whole DTensors are first planned in Python."""
-        if gradients := [local_part(p.grad) for p in self._parameters if p.grad is not None]:
+        if gradients := [sharding.local_part(p.grad) for p in self._parameters if p.grad is not None]:
             torch._foreach_mul_(gradients, factor)
 
     def _iter_update_chunks(self) -> Iterator[None]:
@@ -391,21 +379,21 @@ class SingleEngine:
         """Return the global norm of the gradient, without the loss scale."""
         if self._divides_gradients:
             gradients = [(self._norm_copies.get(tensor), gradient) for tensor, gradient in self._local_gradients()]
-            norm = global_norm(gradients, self.workers, in_fp64=self._adds_norms_in_fp64)
+            norm = sharding.global_norm(gradients, self.workers, in_fp64=self._adds_norms_in_fp64)
         else:
             norm = get_total_norm(self._gradients())
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _local_gradients(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each updated tensor that has a gradient, with this worker's part of the gradient."""
-        return ((p, local_part(p.grad)) for p in self._parameters if p.grad is not None)
+        return ((p, sharding.local_part(p.grad)) for p in self._parameters if p.grad is not None)
 
-    def _gradient_copies(self, shard: Shard) -> Copies:
+    def _gradient_copies(self, shard: sharding.Shard) -> sharding.Copies:
         """Return the workers that have the same gradient for an updated shard after the exchange."""
         return shard.copies
 
     @cached_property
-    def _norm_copies(self) -> Mapping[torch.Tensor, Copies]:
+    def _norm_copies(self) -> Mapping[torch.Tensor, sharding.Copies]:
         """The updated tensors whose gradients this worker counts in the global norm, with the copies of each gradient.
 
         It is computed once, because a step of a small model would take longer to build shards than to add norms.
@@ -469,9 +457,9 @@ class SingleEngine:
     def _weights_were_set(self) -> None:
         """Send updated values to all workers that hold copies of them, after the weights were replaced."""
 
-    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+    def shards(self, kind: sharding.ShardKind) -> Iterator[sharding.Shard]:
         if kind == "weights":
-            yield from model_shards(self.assembly, self.workers).values()
+            yield from sharding.model_shards(self.assembly, self.workers).values()
         elif kind == "optimizer":
             yield from optimizer_state.optimizer_shards(self._updated_shards, self.optimizer)
         else:
@@ -483,11 +471,11 @@ class SingleEngine:
     def gradient_scale(self) -> float | torch.Tensor:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def load(self, reader: StateReader, *, optimizer: bool) -> None:
-        check_names(self.assembly, reader, self.workers, optimizer=optimizer)
+    def load(self, reader: sharding.StateReader, *, optimizer: bool) -> None:
+        sharding.check_names(self.assembly, reader, self.workers, optimizer=optimizer)
         if optimizer:
             optimizer_state.load_optimizer(self._updated_shards, self.optimizer, reader)
-        load_weights(self.shards("weights"), reader)
+        sharding.load_weights(self.shards("weights"), reader)
 
     def state(self) -> dict[str, Any]:
         scale = {"loss_scale": self.loss_scale.state()} if self.loss_scale else {}
@@ -498,7 +486,7 @@ class SingleEngine:
             self.loss_scale.load_state(state["loss_scale"])
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return gather_whole(self.shards("weights"), self.workers)
+        return sharding.gather_whole(self.shards("weights"), self.workers)
 
 
 class DDPEngine(SingleEngine):
@@ -512,7 +500,7 @@ class DDPEngine(SingleEngine):
 
     def _distribute(self) -> nn.Module:
         device = self.workers.device
-        send_first_values(self.model, self.workers)
+        sharding.send_first_values(self.model, self.workers)
         ddp = DistributedDataParallel(
             self.model,
             device_ids=[device.index] if accelerator.is_asynchronous(device) else None,

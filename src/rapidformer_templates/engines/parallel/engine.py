@@ -10,26 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rapidformer_templates.engines import shards as sharding
 from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.parallel import compute_dtype
 from rapidformer_templates.engines.parallel.buckets import bucket_size_for
-from rapidformer_templates.engines.parallel.compute_dtype import (
-    IN_FP32,
-    TYPES,
-    GradientTypes,
-    parameters_with_masters,
-    sum_rows_in_fp32,
-)
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter, UpdateShard
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.engines.shards import (
-    NO_COPIES,
-    Shard,
-    ShardKind,
-    StateReader,
-    copies_of,
-    local_part,
-    model_shards,
-)
 from rapidformer_templates.models.blocks import canonical_name, width_of
 from rapidformer_templates.planning.optimizers import updates_elementwise, updates_in_chunks
 from rapidformer_templates.planning.plan import Plan
@@ -51,7 +37,9 @@ class ParallelEngine(SingleEngine):
         super().__init__(plan, workers, clip_grad=clip_grad)
         self._sharding = plan.engine_options.shard_over_data
         types = plan.engine_options.master_weights  # None if parameters keep their type
-        self._gradient_types = types and GradientTypes(TYPES[types.accumulate], TYPES[types.reduce])
+        self._gradient_types = types and compute_dtype.GradientTypes(
+            compute_dtype.TYPES[types.accumulate], compute_dtype.TYPES[types.reduce]
+        )
         self._sharded_gradients: ShardedGradients
         self.is_last = False  # whether gradients are complete after this micro batch
 
@@ -65,8 +53,15 @@ class ParallelEngine(SingleEngine):
         self._sync_initial_weights(tied)
         persistent = model.state_dict(keep_vars=True)
         self._kept_buffers = [buffer for name, buffer in model.named_buffers() if name in persistent]
-        trained = self._trained_parameters()
-        types = self._gradient_types or IN_FP32
+        placement, trained = self.assembly.placement, []
+        with_masters = compute_dtype.parameters_with_masters(model) if self._gradient_types else set()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                whole = placement.whole_name(canonical_name(name))
+                stages, chunk = placement.stages.get(whole, ()), placement.chunks.get(whole)
+                narrow = self.compute_type if id(parameter) in with_masters else None
+                copies = sharding.copies_of(parameter, self.workers)
+                trained.append(TrainedParameter(whole, parameter, copies, stages, chunk, narrow))
         bucket_size = bucket_size_for(max(self.workers.gather(width_of(self.model))))  # the same in all stages
         self._sharded_gradients = ShardedGradients(
             trained,
@@ -75,31 +70,18 @@ class ParallelEngine(SingleEngine):
             tied=tied,
             bucket_size=bucket_size,
             whole=not updates_elementwise(_path_of(recipe.cls)),
-            types=types,
+            types=self._gradient_types or compute_dtype.IN_FP32,
         )
-        sum_rows_in_fp32(self.model)
+        compute_dtype.sum_rows_in_fp32(self.model)
         named = [(unit.of.name, unit.values) for unit in self._sharded_gradients.units]
         differing = recipe.differences([(entry.name, entry.parameter) for entry in trained])
         if not named:  # only frozen blocks, or fewer elements than replicas: optimizers reject an empty list
             named, differing = [("", nn.Parameter(torch.empty(0, 0, device=self.workers.device)))], {"": {}}
         self._parameters = [values for _, values in named]
         self.optimizer = self._build_optimizer(recipe, named, differing)
-        shards, units = model_shards(self.assembly, self.workers), self._sharded_gradients.units
+        shards, units = sharding.model_shards(self.assembly, self.workers), self._sharded_gradients.units
         self._updated_shards = {unit.values: _shard_of_unit(unit, shards[unit.of.name]) for unit in units}
         self._updates_in_chunks = updates_in_chunks(_path_of(type(self.optimizer)))
-
-    def _trained_parameters(self) -> list[TrainedParameter]:
-        placement, trained = self.assembly.placement, []
-        with_masters = parameters_with_masters(self.model) if self._gradient_types else set()
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                whole = placement.whole_name(canonical_name(name))
-                stages, chunk = placement.stages.get(whole, ()), placement.chunks.get(whole)
-                compute_dtype = self.compute_type if id(parameter) in with_masters else None
-                trained.append(
-                    TrainedParameter(whole, parameter, copies_of(parameter, self.workers), stages, chunk, compute_dtype)
-                )
-        return trained
 
     def _open_groups_of_copies(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Create a process group for each set of stages that hold copies of a parameter.
@@ -123,14 +105,14 @@ class ParallelEngine(SingleEngine):
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
         }
         for stages, name in sorted((stages, name) for name, stages in placement.stages.items() if name in tensors):
-            dist.broadcast(local_part(tensors[name]), group=tied[stages], group_src=0)
+            dist.broadcast(sharding.local_part(tensors[name]), group=tied[stages], group_src=0)
         self._broadcast_from_first_replica(tensors.values())
 
     def _broadcast_from_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            copies = copies_of(tensor, self.workers)
+            copies = sharding.copies_of(tensor, self.workers)
             if copies.size > 1:
-                dist.broadcast(local_part(tensor), group=copies.group, group_src=0)
+                dist.broadcast(sharding.local_part(tensor), group=copies.group, group_src=0)
 
     @property
     def gradient_divisor(self) -> float:
@@ -176,30 +158,30 @@ class ParallelEngine(SingleEngine):
     def _local_gradients(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         return ((unit.values, gradient) for unit, gradient in self._sharded_gradients.reduced_gradients.items())
 
-    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+    def shards(self, kind: sharding.ShardKind) -> Iterator[sharding.Shard]:
         if kind != "gradients":
             self._sharded_gradients.sync_masters()
         if kind != "weights":
             yield from super().shards(kind)
         else:
             with_masters = self._sharded_gradients.with_masters
-            shards = model_shards(self.assembly, self.workers)
+            shards = sharding.model_shards(self.assembly, self.workers)
             yield from (shard for name, shard in shards.items() if name not in with_masters)
             yield from (shard for shard in self._updated_shards.values() if shard.name in with_masters)
 
-    def load(self, reader: StateReader, *, optimizer: bool) -> None:
+    def load(self, reader: sharding.StateReader, *, optimizer: bool) -> None:
         super().load(reader, optimizer=optimizer)
         self._sharded_gradients.all_gather_parameters()  # 16-bit parameters follow their masters
 
 
-def _shard_of_unit(unit: UpdateShard, parameter: Shard) -> Shard:
+def _shard_of_unit(unit: UpdateShard, parameter: sharding.Shard) -> sharding.Shard:
     """Return what a worker updates of its shard of a parameter."""
     is_whole = unit.values.shape == parameter.values.shape
     return replace(
         parameter,
         index=parameter.index if is_whole else parameter.index.run(unit.start),
         values=unit.values.detach(),
-        copies=NO_COPIES if unit.is_run else parameter.copies,
+        copies=sharding.NO_COPIES if unit.is_run else parameter.copies,
     )
 
 

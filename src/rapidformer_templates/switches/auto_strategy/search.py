@@ -8,7 +8,7 @@ the bubble. It also decides between layouts whose predicted speeds differ by les
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -131,7 +131,15 @@ class Search:
                 if self._needed_gb(states.total) <= self.hardware.memory_gb:
                     variants.add(variant_of(family, setting))
         shapes.prepare(variants)
-        done = self._in_parallel(allowed)
+        # Families with equal activations share a process and its traces. Those of a process that fails are left out.
+        groups: dict[Variant, list[Layout]] = {}
+        for family, setting in allowed.items():
+            groups.setdefault(variant_of(family, setting), []).append(family)
+
+        def try_all(group: Sequence[Layout]) -> list[tuple[Layout, Tried]]:
+            return [(family, self._of_family(family, allowed[family])) for family in group]
+
+        done = dict(chain.from_iterable(in_forks([partial(try_all, group) for group in groups.values()])))
         for family, setting_or_rule in families.items():
             if isinstance(setting_or_rule, str):
                 rejected.append(Rejected(family, setting_or_rule))
@@ -140,20 +148,6 @@ class Search:
             fitting += fitting_of_family
             rejected += others
         return fitting
-
-    def _in_parallel(self, families: Mapping[Layout, MemoryOptions]) -> dict[Layout, Tried]:
-        """Try families in one process per core. Families with equal activations share a process and its traces.
-
-        Families of a process that fails are left out.
-        """
-        groups: dict[Variant, list[Layout]] = {}
-        for family, setting in families.items():
-            groups.setdefault(variant_of(family, setting), []).append(family)
-
-        def try_all(group: Sequence[Layout]) -> list[tuple[Layout, Tried]]:
-            return [(family, self._of_family(family, families[family])) for family in group]
-
-        return dict(chain.from_iterable(in_forks([partial(try_all, group) for group in groups.values()])))
 
     def _of_family(self, family: Layout, setting: MemoryOptions) -> Tried:
         """Try the layouts of a family."""
@@ -179,7 +173,7 @@ class Search:
 
     def _families(self, contexts: Sequence[int], offload: bool) -> Iterator[Layout]:
         """Yield layouts without their batch sizes."""
-        recomputed = list(RECOMPUTED)
+        recomputed, local = list(RECOMPUTED), self.environment.local_world_size
         if "checkpoint_activations" in self.config.origins:
             granularity = self.config.get("recompute_granularity") or "full"
             recomputed = [granularity if self.config.get("checkpoint_activations") else "none"]
@@ -187,12 +181,13 @@ class Search:
         for tensor, context, pipeline, data in self._sizes(contexts):
             replicas = data * context
             for partitioning in own_partitionings or (list(PARTITIONINGS) if replicas > 1 else ["none"]):
-                for recompute, shard_size, virtual, experts in product(
-                    recomputed,
-                    self._shard_sizes(partitioning, replicas),
-                    self._virtual_sizes(pipeline),
-                    self._expert_sizes(replicas),
-                ):
+                shards: list[int | None] = [None]
+                if "fsdp_shard_size" in self.config.origins:
+                    shards = [self.config.get("fsdp_shard_size")]
+                elif partitioning == "fsdp" and 1 < local < replicas and replicas % local == 0:
+                    shards = [None, local]
+                sizes = (self._virtual_sizes(pipeline), self._expert_sizes(replicas))
+                for recompute, shard_size, virtual, experts in product(recomputed, shards, *sizes):
                     yield Layout(
                         tensor,
                         pipeline,
@@ -220,14 +215,6 @@ class Search:
     def _allowed(self, name: str, values: list[T]) -> list[T]:
         """Return the values of a field: only the user's, if there is one."""
         return [self.config.get(name)] if name in self.config.origins else values
-
-    def _shard_sizes(self, partitioning: str, data: int) -> list[int | None]:
-        """Sizes of FSDP's shard groups to try: all replicas, and the workers of one node."""
-        if "fsdp_shard_size" in self.config.origins:
-            return [self.config.get("fsdp_shard_size")]
-        local = self.environment.local_world_size
-        in_nodes = partitioning == "fsdp" and 1 < local < data and data % local == 0
-        return [None, local] if in_nodes else [None]
 
     def _virtual_sizes(self, pipeline: int) -> list[int]:
         """Numbers of stages per worker that cut the blocks evenly. It is one if stages are cut by memory."""
