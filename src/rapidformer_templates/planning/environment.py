@@ -13,10 +13,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from rapidformer_templates.errors import ConfigError, did_you_mean
 
@@ -366,17 +369,7 @@ class DeviceKind:
     multiprocessors: int
 
 
-DEVICE_KINDS: dict[str, DeviceKind] = {
-    # It has no bf16 units. bf16 runs at the rate of fp32.
-    "v100-32gb": DeviceKind("NVIDIA V100 data sheet, SXM2", (7, 0), 32, 15.7, 15.7, 125, 900, 150, 12.5, 16, 80),
-    "a10-24gb": DeviceKind("NVIDIA A10 data sheet", (8, 6), 24, 31.2, 125, 125, 600, 32, 12.5, 32, 72),
-    "a100-40gb": DeviceKind("NVIDIA A100 data sheet, SXM", (8, 0), 40, 19.5, 312, 312, 1555, 300, 25, 32, 108),
-    "a100-80gb": DeviceKind("NVIDIA A100 data sheet, SXM", (8, 0), 80, 19.5, 312, 312, 2039, 300, 25, 32, 108),
-    "rtx-4090-24gb": DeviceKind(
-        "NVIDIA Ada architecture paper", (8, 9), 24, 82.6, 165.2, 165.2, 1008, 32, 12.5, 32, 128
-    ),
-    "l4-24gb": DeviceKind("NVIDIA L4 data sheet", (8, 9), 24, 30.3, 121, 121, 300, 32, 12.5, 32, 58),
-    "l40s-48gb": DeviceKind("NVIDIA L40S data sheet", (8, 9), 48, 91.6, 362, 362, 864, 32, 12.5, 32, 142),
-    "h100-80gb": DeviceKind("NVIDIA H100 data sheet, SXM", (9, 0), 80, 67, 989, 989, 3350, 450, 50, 64, 132),
-    "h200-141gb": DeviceKind("NVIDIA H200 data sheet, SXM", (9, 0), 141, 67, 989, 989, 4800, 450, 50, 64, 132),
+_KINDS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("device_kinds.toml").read_text("utf-8"))
+DEVICE_KINDS = {
+    name: DeviceKind(**facts | {"capability": tuple(facts["capability"])}) for name, facts in _KINDS.items()
 }

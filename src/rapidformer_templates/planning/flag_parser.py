@@ -311,10 +311,8 @@ def _compose(file: Path) -> yaml.Node | None:
         has_tab = "'\\t'" in str(error.problem)
         hint = "indent with spaces, not with tabs" if has_tab else "write one 'key: value' per line"
         raise ConfigError(f"{file} is not YAML: {error.problem}", where=f"{file.name}{line}", hint=hint) from error
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise ConfigError(f"{file} is not YAML: {error}", where="--config") from error
-    except RecursionError:
-        raise ConfigError(f"{file} has too many nested values", where="--config") from None
     return document
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from rapidformer_templates.errors import ConfigError
@@ -47,25 +49,8 @@ class Document:
     link: str = ""
 
 
-DOCUMENTS: Mapping[str, Document] = {
-    "R": Document(
-        "Rapidformer parameter reference",
-        "Parameter settings, in the manual of PAI-Rapidformer",
-        "https://www.alibabacloud.com/help/en/pai/user-guide/parameter-settings",
-    ),
-    "B": Document("Rapidformer benchmarks", "Training performance, in the manual of PAI-Rapidformer"),
-    "M": Document("Megatron best practice", "LLM on DLC: Megatron best practice"),
-    "S": Document(
-        "single-GPU guide of Transformers",
-        "Methods and tools for efficient training on a single GPU, in the manual of Transformers 4.37",
-        "https://huggingface.co/docs/transformers/v4.37.2/perf_train_gpu_one",
-    ),
-    "D": Document(
-        "DeepSpeed guide of Transformers",
-        "DeepSpeed integration, in the manual of Transformers 4.37",
-        "https://huggingface.co/docs/transformers/v4.37.2/main_classes/deepspeed",
-    ),
-}
+_DOCUMENTS = tomllib.loads(Path(__file__).with_name("documents.toml").read_text("utf-8"))
+DOCUMENTS: Mapping[str, Document] = {letter: Document(**facts) for letter, facts in _DOCUMENTS.items()}
 """Documents by their letter. All other sources are names of packages, papers, or this library."""
 
 

@@ -165,10 +165,8 @@ def read_model_config(folder: Path) -> dict[str, object]:
     file = config_file(folder)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON: {error}", where=PRETRAINED) from error
-    except RecursionError:
-        raise ModelError(f"{file} has too many nested values", where=PRETRAINED) from None
     if not isinstance(content, dict):
         raise ModelError(f"{file} does not hold a JSON object", where=PRETRAINED)
     for section in (content, *(value for value in content.values() if isinstance(value, dict))):

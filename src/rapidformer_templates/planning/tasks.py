@@ -78,13 +78,7 @@ for _name, _words in _TABLE["lists"].items():
 TEXT_COLUMNS = _LISTS["TEXT"]
 """Columns that are searched for a text if ``--text-column`` is not given."""
 
-PAIRS = {
-    "sentence1": "sentence2",
-    "premise": "hypothesis",
-    "question1": "question2",
-    "question": "sentence",
-    "text": "text_pair",
-}
+PAIRS: Mapping[str, str] = _TABLE["pairs"]
 """Names of first texts, mapped to the names of their second texts."""
 
 WORD_COLUMNS, SOURCE_COLUMNS = _LISTS["WORDS"], _LISTS["SOURCES"]

@@ -33,16 +33,6 @@ INLINE = "the JSON of --deepspeed-config"
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 
-RENAMED = {
-    "zero_optimization.aio": "aio",
-    "zero_optimization.param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
-    "aio.thread_count": "aio.intra_op_parallelism",
-}
-"""Keys of the guide, and the key at which the installed DeepSpeed looks for the value."""
-
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
@@ -92,14 +82,12 @@ def read(text: str) -> DeepSpeedFile:
         plain = COMMENT.sub(lambda match: match[1] or "\n" * match[0].count("\n"), written)  # keeps the line numbers
         plain = LAST_COMMA.sub(lambda match: match[1] or "", plain)
         content = json.loads(plain, object_pairs_hook=section)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is not JSON: {error}", where="--deepspeed-config") from error
-    except RecursionError:
-        raise ConfigError(f"{name} has too many nested sections", where="--deepspeed-config") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{name} does not hold a JSON object", where="--deepspeed-config")
     renamed = {}
-    for old, new in RENAMED.items():
+    for old, new in key_table().renamed.items():
         (old_section, _, old_key), (new_section, _, new_key) = old.rpartition("."), new.rpartition(".")
         source, target = (look_up(content, path) if path else content for path in (old_section, new_section))
         if isinstance(source, dict) and isinstance(target, dict) and old_key in source and new_key not in target:
@@ -185,6 +173,8 @@ class KeyTable:
         refused: top-level keys that would do nothing, or replace a part of the library, with what to do instead.
         only: keys with the only value that fits the library, and why.
         choices: keys with their possible values.
+        entries: keys with the flags that they are.
+        renamed: keys of the guide, with the key at which the installed DeepSpeed looks for the value.
     """
 
     own: list[str]
@@ -194,6 +184,8 @@ class KeyTable:
     refused: Mapping[str, str]
     only: Mapping[str, Mapping[str, Json]]
     choices: Mapping[str, list[Json]]
+    entries: Mapping[str, str]
+    renamed: Mapping[str, str]
 
     @property
     def top(self) -> set[str]:

@@ -34,19 +34,6 @@ from rapidformer_templates.planning.schedules import DEEPSPEED_FLAGS, DEEPSPEED_
 if TYPE_CHECKING:
     from rapidformer_templates.planning.switch import Request
 
-ENTRIES = {
-    "train_micro_batch_size_per_gpu": "micro_batch_size",
-    "train_batch_size": "global_batch_size",
-    "gradient_clipping": "clip_grad",
-    "optimizer.params.lr": "lr",
-    "optimizer.params.weight_decay": "weight_decay",
-    "optimizer.params.eps": "adam_epsilon",
-    "zero_optimization.stage3_param_persistence_threshold": "zero_3_param_persistence_threshold",
-    "zero_optimization.stage3_prefetch_bucket_size": "zero_3_prefetch_bucket_size",
-    "zero_optimization.stage3_max_live_parameters": "zero_3_max_live_parameters",
-}
-"""Keys with the fields of the flags that have the same value."""
-
 ZERO = tuple(f"zero_{level}_memory_optimization" for level in (1, 2, 3))
 
 
@@ -81,7 +68,7 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[FlagValue]:
 
 def _flag_values(content: Section) -> Iterator[tuple[str, str, Json, str]]:
     """Yield (field, path, the flag's value, the key's value as shown) of each value that is a flag."""
-    for path, field in ENTRIES.items():
+    for path, field in key_table().entries.items():
         if (value := look_up(content, path)) is not None:
             yield field, path, value, str(value)
     for field, path, value in _other_flags(content):
@@ -198,7 +185,7 @@ def keys_without_flag(request: Request) -> list[str]:
         for path, value in leaves(file_of(request).content)
         if not is_neutral(value)
         and path.partition(".")[0] not in table.own
-        and path not in {*flags, *ENTRIES, *table.noted}
+        and path not in {*flags, *table.entries, *table.noted}
     ]
 
 
@@ -289,7 +276,7 @@ def _zero_stage_settings(request: Request) -> dict[str, Json]:
     stage = next(level for level in (1, 2, 3) if f"zero-{level}" in request.active)
     width = None if request.environment.white_box else request.model.hidden_size
     sizes: dict[str, Json] = {name: AUTO if width is None else size for name, size in bucket_sizes(width or 1).items()}
-    for path, field in ENTRIES.items():
+    for path, field in key_table().entries.items():
         name = path.rpartition(".")[2]
         if name in sizes and config.get(field) is not None:
             sizes[name] = config.get(field)
