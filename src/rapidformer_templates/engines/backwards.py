@@ -355,22 +355,13 @@ def _checking(parameters: Parameters, check: Check) -> Iterator[None]:
 
 
 def _run_checked(
-    original: Callable[..., object],
-    roots: Sequence[Any],
-    gradients: object,
-    retain_graph: object,
-    create_graph: bool,
-    inputs: Sequence[torch.Tensor],
-    *others: object,
-    accumulate_grad: bool,
-    **named: object,
+    original: Callable[..., object], roots: Sequence[Any], *args: Any, accumulate_grad: bool, **named: object
 ) -> object:
+    _gradients, _retain_graph, create_graph, inputs, *_ = args
     if checking := _CHECK.get():
         parameters, check = checking
         model = set(map(id, parameters()))
         # Otherwise, it is the backward of another model. Without a graph, it is unknown.
         if not torch.is_grad_enabled() or not model.isdisjoint(map(id, reached_parameters(*roots))):
             check(model, inputs, create_graph, accumulate_grad)
-    return original(
-        roots, gradients, retain_graph, create_graph, inputs, *others, accumulate_grad=accumulate_grad, **named
-    )
+    return original(roots, *args, accumulate_grad=accumulate_grad, **named)

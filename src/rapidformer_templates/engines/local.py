@@ -28,7 +28,7 @@ from rapidformer_templates.engines.forwards import preserve_state, restored_buff
 from rapidformer_templates.engines.gather_on_use import divided_construction
 from rapidformer_templates.engines.loss import Recorder, loss_and_count
 from rapidformer_templates.engines.optimizer_state import is_in_host_memory
-from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule, trained_parameters
+from rapidformer_templates.engines.recipe import Differing, OptimizerSpec, name_of_rule, trained_parameters
 from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.planning.plan import Plan
@@ -154,9 +154,7 @@ class SingleEngine:
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         return can_skip and accelerator.is_asynchronous(self.workers.device)
 
-    def _build_optimizer(
-        self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, object]]
-    ) -> torch.optim.Optimizer:
+    def _build_optimizer(self, recipe: OptimizerSpec, trainable: Named, differing: Differing) -> torch.optim.Optimizer:
         if self.offloads and not is_in_host_memory(self.workers.device):
             return optimizer_state.HostOptimizer(recipe, trainable, differing)
         return recipe.build(trainable, differing)

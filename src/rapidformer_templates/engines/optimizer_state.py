@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.recipe import Differing, OptimizerSpec
 from rapidformer_templates.engines.shards import Shard, StateReader, local_part, whole_shard
 from rapidformer_templates.errors import CheckpointError
 
@@ -244,10 +244,7 @@ class HostOptimizer(Optimizer):
     """
 
     def __init__(
-        self,
-        recipe: OptimizerSpec,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        differing: Mapping[str, Mapping[str, object]],
+        self, recipe: OptimizerSpec, parameters: Sequence[tuple[str, nn.Parameter]], differing: Differing
     ) -> None:
         self._copies = {parameter: nn.Parameter(_on_host(parameter)) for _, parameter in parameters}
         self._gradients = {parameter: _on_host(parameter) for _, parameter in parameters}

@@ -40,6 +40,9 @@ GroupOptions = Callable[[str, nn.Parameter], Mapping[str, object]]
 """Returns the options in which a parameter, given by its canonical name, differs from the rest."""
 
 
+Differing = Mapping[str, Mapping[str, object]]
+"""The options of each parameter by its name, other than those of the optimizer."""
+
 UNDECAYED = re.compile(r"(^|[._])bias|(layernorm|rmsnorm|(^|[._])norm)\.\w+$")
 """Names of biases and of parameters of norms, in lower case. Some have several dimensions, as the biases of experts."""
 
@@ -63,9 +66,7 @@ class OptimizerSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: GroupOptions = undecayed
 
-    def build(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Mapping[str, Mapping[str, object]]
-    ) -> Optimizer:
+    def build(self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Differing) -> Optimizer:
         """Build the optimizer for the parameters as the engine has changed them.
 
         Args:
@@ -84,9 +85,8 @@ class OptimizerSpec:
                 raise RapidformerError(message, where="build_optimizer()", hint=hint)
             key = isinstance(parameter, DTensor), tuple(sorted(differing[name].items()))
             groups.setdefault(key, []).append(parameter)
-        return self.cls(
-            [{"params": members, **dict(options)} for (_, options), members in groups.items()], **self.kwargs
-        )
+        of_groups = [{"params": members, **dict(options)} for (_, options), members in groups.items()]
+        return self.cls(of_groups, **self.kwargs)
 
     def differences(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Mapping[str, object]]:
         """Return the options of each parameter. Call this while the parameters have their whole shapes."""

@@ -83,12 +83,11 @@ def plan_clusters(
             first = refusal.diagnostics[0]
             clusters.append(ClusterSize(size, constraint=f"{first.rule}: {first.message}"))
             continue
-        if result.layouts:
-            best = result.layouts[0]
-            training = results.estimate_training(best, config, place, terms, result.totals)
-            clusters.append(ClusterSize(size, best, training))
-        else:
+        if not result.layouts:
             clusters.append(ClusterSize(size, constraint=command.closest_constraint(result)))
+            continue
+        training = results.estimate_training(result.layouts[0], config, place, terms, result.totals)
+        clusters.append(ClusterSize(size, result.layouts[0], training))
     if result is None or hardware is None:
         assert refused is not None
         raise refused

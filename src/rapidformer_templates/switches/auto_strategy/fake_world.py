@@ -6,8 +6,8 @@ Collectives return at once, with tensors of the right shapes. Every worker has t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from unittest.mock import patch
 from warnings import catch_warnings
@@ -63,15 +63,11 @@ class LoneWorker(Workers):
 def lone_worker(sizes: Sizes, rank: int) -> Iterator[Workers]:
     """Yield worker ``rank`` of the workers of a plan. Enter this context before fake tensors."""
     device, divided = torch.device("cpu"), (sizes.tensor, sizes.pipeline)
-    if sizes.world == 1:
-        yield LoneWorker(0, 0, 1, device)
-        return
-    with fake_group(rank, sizes.world):
-        workers = LoneWorker(rank, rank, sizes.world, device, *divided, context=sizes.context)
+    workers = LoneWorker(rank, rank, sizes.world, device, *divided, context=sizes.context)
+    with fake_group(rank, sizes.world) if sizes.world > 1 else nullcontext():
         if sizes.divides > 1:
             shape = (sizes.pipeline, sizes.copies, sizes.tensor)
-            mesh = workers.open_mesh(shape, ("pipeline", "copies", "tensor"))
-            workers = LoneWorker(rank, rank, sizes.world, device, *divided, mesh, sizes.context)
+            workers = replace(workers, mesh=workers.open_mesh(shape, ("pipeline", "copies", "tensor")))
         yield workers
 
 
