@@ -177,11 +177,8 @@ class SwitchDidNothing(RapidformerError):
 
     def __init__(self, findings: Mapping[str, str], *, where: str) -> None:
         idle = "; ".join(f"{name} did nothing in the first step: {finding}" for name, finding in findings.items())
-        super().__init__(
-            idle,
-            where=where,
-            hint="leave the switch out, or check whether one of your hooks replaces it; nothing of this step was saved",
-        )
+        hint = "leave the switch out, or check whether one of your hooks replaces it; nothing of this step was saved"
+        super().__init__(idle, where=where, hint=hint)
         self.switches = tuple(findings)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class Step:
         self._weight = engine.gradient_divisor / (targets or 1.0)
         self._total: torch.Tensor | None = None  # of the weighted losses on this worker (fp64)
         self._finished = 0  # micro batches
-        self._losses_here: list[_MicroBatchLoss] = []
+        self._losses_here: _Losses = []
         self._measured: Mapping[str, torch.Tensor] = {}
         self._contexts: list[AbstractContextManager[object]] = []  # those of the current micro batch that are open
         self._microbatch: MicroBatch
@@ -173,7 +173,7 @@ class Step:
         self._leave()
         engine.check_loss(loss, microbatch)
         value = loss.detach()
-        self._losses_here.append(_MicroBatchLoss(value, microbatch.samples))
+        self._losses_here.append((value, microbatch.samples))
         # A copy, because workers sum it in place.
         self._total = value.to(torch.float64, copy=True) if self._total is None else self._total + value
         return loss
@@ -213,16 +213,13 @@ def seed_forward(microbatch: MicroBatch, stage: int) -> None:
         seed_torch(int(np.random.SeedSequence((*microbatch.random_key, stage)).generate_state(1)[0]))
 
 
-class _MicroBatchLoss(NamedTuple):
-    """The loss that this worker has computed for a micro batch, on the device."""
-
-    loss: torch.Tensor
-    samples: Sequence[int]
+_Losses: TypeAlias = "list[tuple[torch.Tensor, Sequence[int]]]"
+"""The losses that this worker has computed for micro batches, on the device, each with its samples."""
 
 
-def _not_finite(losses: Sequence[_MicroBatchLoss]) -> list[int]:
+def _not_finite(losses: _Losses) -> list[int]:
     """Return the samples of the micro batches whose losses are not finite. The host waits for the device."""
-    return sorted({sample for one in losses if not torch.isfinite(one.loss) for sample in one.samples})
+    return sorted({sample for loss, samples in losses if not torch.isfinite(loss) for sample in samples})
 
 
 @dataclass
@@ -243,11 +240,11 @@ class StepMonitor:
     def __post_init__(self) -> None:
         self._ended = torch.zeros((), dtype=torch.bool, device=self.device)
         # Of each step: its number, the values on the device, the micro batches of the hook's counts, and the losses.
-        self._unread: deque[tuple[int, HostCopy, list[MicroBatch], Sequence[_MicroBatchLoss]]] = deque()
+        self._unread: deque[tuple[int, HostCopy, list[MicroBatch], _Losses]] = deque()
         self._started = 0
-        self._losses: Sequence[_MicroBatchLoss] = ()
+        self._losses: _Losses = []
 
-    def begin(self, losses: Sequence[_MicroBatchLoss]) -> None:
+    def begin(self, losses: _Losses) -> None:
         """Start a step, and read all results except that of the previous step. Raises like :meth:`poll`.
 
         Args:

@@ -104,11 +104,10 @@ def needs_template(request: Request, *names: str) -> Iterator[Finding]:
         if environment.template not in switch.templates:
             several = f"one of the templates {', '.join(TEMPLATES)}"
             needed = several if len(switch.templates) > 1 else f"the {switch.templates[0]} template"
+            message = f"{switch.name} needs {needed}"
+            changes = tuple(move(request, template) for template in switch.templates)
             yield Finding(
-                f"{switch.name} needs {needed}",
-                (*request.asked_for(switch.name), template),
-                switches=(switch.name,),
-                changes=tuple(move(request, template) for template in switch.templates),
+                message, (*request.asked_for(switch.name), template), switches=(switch.name,), changes=changes
             )
 
 

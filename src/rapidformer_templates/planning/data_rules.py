@@ -12,6 +12,7 @@ from rapidformer_templates.planning.switch import Change, Finding, Request, Rule
 from rapidformer_templates.planning.tasks import TASKS, TaskFacts, tasks_with
 
 DATA_RULES = RuleList()
+OURS = "[rapidformer_templates]"
 
 OF_THE_WHOLE = {
     "group_by_length": (None, "batches of similar lengths need the lengths of all samples"),
@@ -37,7 +38,7 @@ STREAM = Given("streaming", instead=(NOT_STREAMED,))
 QUESTIONS = Given("task", ("question_answering",), instead=())
 
 
-@DATA_RULES.add("RF151", "[rapidformer_templates]", "--task causal_lm --streaming --epochs 3")
+@DATA_RULES.add("RF151", OURS, "--task causal_lm --streaming --epochs 3")
 def _by_iterations(request: Request) -> Iterator[Finding]:
     """A run over a stream is counted in steps, not in epochs.
 
@@ -53,7 +54,7 @@ def _by_iterations(request: Request) -> Iterator[Finding]:
         yield Finding(message, request.asked("streaming", name), changes=(by_steps, NOT_STREAMED))
 
 
-@DATA_RULES.add("RF152", "[rapidformer_templates]", "--task sequence_classification --streaming")
+@DATA_RULES.add("RF152", OURS, "--task sequence_classification --streaming")
 def _row_by_row(request: Request) -> list[Finding]:
     """Streaming is for tasks in which each row is a sample.
 
@@ -63,7 +64,7 @@ def _row_by_row(request: Request) -> list[Finding]:
     return clash(request, STREAM, whole, message="the data of {1} cannot be streamed")
 
 
-@DATA_RULES.add("RF153", "[rapidformer_templates]", "--task causal_lm --streaming --group-by-length")
+@DATA_RULES.add("RF153", OURS, "--task causal_lm --streaming --group-by-length")
 def _asks_nothing_of_the_whole(request: Request) -> Iterator[Finding]:
     """Flags that act on all samples at once cannot be used with a stream.
 
@@ -83,9 +84,7 @@ def _asks_nothing_of_the_whole(request: Request) -> Iterator[Finding]:
         yield Finding(message, request.asked("streaming", *evaluation_flags), changes=(without, NOT_STREAMED))
 
 
-@DATA_RULES.add(
-    "RF154", "[rapidformer_templates]", "--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length"
-)
+@DATA_RULES.add("RF154", OURS, "--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length")
 def _mixes_whole_sets(request: Request) -> list[Finding]:
     """A mixture of data sets has its own order.
 
@@ -135,7 +134,7 @@ def _reasons(request: Request, field: str) -> list[tuple[str, str]]:
 _PRECOMPUTE = add({"precompute_reference": True}, "the model itself, before its first step")
 
 
-@DATA_RULES.add("RF130", "[rapidformer_templates]", "--task preference --neftune-alpha 5")
+@DATA_RULES.add("RF130", OURS, "--task preference --neftune-alpha 5")
 def _one_row_a_sample(request: Request) -> list[Finding]:
     """Noise on the embeddings is for samples of one row.
 
@@ -147,7 +146,7 @@ def _one_row_a_sample(request: Request) -> list[Finding]:
     return clash(request, Given("neftune_alpha"), several, message="{0} is for samples of one row, unlike those of {1}")
 
 
-@DATA_RULES.add("RF131", "[rapidformer_templates]", "--task preference --num-experts 4")
+@DATA_RULES.add("RF131", OURS, "--task preference --num-experts 4")
 def _one_loss(request: Request) -> Iterator[Finding]:
     """Preferences and rewards can be combined only with switches that keep the logits and add no loss.
 
@@ -159,11 +158,7 @@ def _one_loss(request: Request) -> Iterator[Finding]:
         yield Finding(message, (*request.asked_for(name), *request.asked("task")), switches=(name,))
 
 
-@DATA_RULES.add(
-    "RF132",
-    "[rapidformer_templates]",
-    "--task preference --pipeline-model-parallel-size 2 --num-layers 4 --world-size 2",
-)
+@DATA_RULES.add("RF132", OURS, "--task preference --pipeline-model-parallel-size 2 --num-layers 4 --world-size 2")
 def _forward_of_reference(request: Request) -> Iterator[Finding]:
     """A forward of the reference needs an engine that can run one.
 
@@ -213,7 +208,7 @@ OF_LOSS = {"simpo_gamma": "simpo", "kto_desirable_weight": "kto", "kto_undesirab
 """Flags that act only with one loss, and that loss."""
 
 
-@DATA_RULES.add("RF136", "[rapidformer_templates]", "--task preference --simpo-gamma 1")
+@DATA_RULES.add("RF136", OURS, "--task preference --simpo-gamma 1")
 def _of_this_loss(request: Request) -> Iterator[Finding]:
     """The flags of a preference loss are given only with that loss.
 
@@ -226,7 +221,7 @@ def _of_this_loss(request: Request) -> Iterator[Finding]:
         yield from needs(request, Given(name), Given("preference_loss", (loss,)), way, message=message)
 
 
-@DATA_RULES.add("RF135", "[rapidformer_templates]", "--task preference --preference-beta 0")
+@DATA_RULES.add("RF135", OURS, "--task preference --preference-beta 0")
 def _bet_on_something(request: Request) -> Iterator[Finding]:
     """--preference-beta is above 0.
 

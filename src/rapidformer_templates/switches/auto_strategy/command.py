@@ -115,9 +115,8 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
             hint="rapidformer plan --auto-strategy … lists every layout with what it lacks",
         )
     if is_first_worker():
-        print(
-            "\n".join([*reasons(result, hardware), *not_predicted(result.not_predicted)]), file=sys.stderr, flush=True
-        )
+        lines = [*reasons(result, hardware), *not_predicted(result.not_predicted)]
+        print("\n".join(lines), file=sys.stderr, flush=True)
     by_memory = config.get("pipeline_stages") == AUTO_MEMORY
     user_fields = config.origins.keys() - ({"pipeline_stages"} if by_memory else set())
     values = result.layouts[0].layout.values_that_act(user_fields)
@@ -247,20 +246,12 @@ def to_json(
 
 
 def _sizes(layout: Layout) -> dict[str, object]:
+    sizes = ("tensor", "pipeline", "virtual", "experts", "data", "context", "accumulation")
     return {
-        "tensor": layout.tensor,
-        "pipeline": layout.pipeline,
-        "virtual": layout.virtual,
-        "experts": layout.experts,
-        "data": layout.data,
-        "context": layout.context,
+        **{name: getattr(layout, name) for name in (*sizes, "partitioning", "shard_size", "recompute")},
         "micro_batch_size": layout.micro_batch,
         "global_batch_size": layout.global_batch,
-        "accumulation": layout.accumulation,
-        "partitioning": layout.partitioning,
-        "shard_size": layout.shard_size,
         "checkpoint_activations": layout.recompute != "none",
-        "recompute": layout.recompute,
         "offload_activations": layout.offload,
     }
 
@@ -305,8 +296,7 @@ def _table(result: results.SearchResult) -> Table:
         layout, memory, timing = candidate.layout, candidate.memory, candidate.timing
         table.add_row(
             *map(str, (layout.tensor, layout.pipelined, *(getattr(layout, name) for name in more))),
-            *map(str, (layout.data, layout.micro_batch, layout.accumulation)),
-            str(layout.global_batch),
+            *map(str, (layout.data, layout.micro_batch, layout.accumulation, layout.global_batch)),
             layout.partitioned,
             "" if layout.recompute == "none" else layout.recompute,
             f"{(memory.parameters + memory.gradients + memory.optimizer) / GB:.2f}",
