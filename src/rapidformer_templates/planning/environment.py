@@ -370,6 +370,4 @@ class DeviceKind:
 
 
 _KINDS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("device_kinds.toml").read_text("utf-8"))
-DEVICE_KINDS = {
-    name: DeviceKind(**facts | {"capability": tuple(facts["capability"])}) for name, facts in _KINDS.items()
-}
+DEVICE_KINDS = {name: DeviceKind(capability=tuple(of.pop("capability")), **of) for name, of in _KINDS.items()}
