@@ -158,17 +158,15 @@ class Trainer:
         """
         training, groups = self.config.training, self._run.parameter_groups if self._run else undecayed
         if training.layerwise_lr_decay is not None:
-            groups = layerwise(
-                self._run.depths if self._run else {}, training.layerwise_lr_decay, training.lr or 0.0, groups
-            )
+            depths = self._run.depths if self._run else {}
+            groups = layerwise(depths, training.layerwise_lr_decay, training.lr or 0.0, groups)
         return default_optimizer(self.plan, training, groups)
 
     @hook
     def build_scheduler(self, total_steps: int) -> Schedule:
         """Return a function that maps the step (from 0) to a fraction of the peak learning rate."""
-        return schedule(
-            self.config.training, total_steps, self.plan.schedule, global_batch=self.plan.sizes.global_batch
-        )
+        plan = self.plan
+        return schedule(self.config.training, total_steps, plan.schedule, global_batch=plan.sizes.global_batch)
 
     # Hooks for the evaluation.
 
@@ -341,7 +339,13 @@ class Trainer:
         finally:
             trained = replace(self._trained, plan=vars(self).get("plan"))
             if trained.run is None and trained.weights is None and not is_one:
-                trained = replace(trained, missing=self._why_missing(in_script=starts_workers and not sends))
+                save = self.config.training.save
+                what = "fit() was stopped or has failed, and has left no trained model in this process"
+                hint = "call fit() again" + (f", or use its last checkpoint: rapidformer export {save}" if save else "")
+                if starts_workers and not sends:
+                    what = "the model was trained in workers that ran this script, and is not in this process"
+                    hint = "train with fit(workers=N), or use its export: rapidformer evaluate RUN, predict RUN"
+                trained = replace(trained, missing=ConfigError(what, where=type(self).__name__, hint=hint))
             self._trained = trained
             if workers is not None:
                 self.set_config(before)  # the argument applies to this call only
@@ -436,16 +440,6 @@ class Trainer:
             raise
         self._trained = replace(self._trained, run=run)
         return run
-
-    def _why_missing(self, *, in_script: bool) -> ConfigError:
-        """Return the error for a model that is not in this process after ``fit()``."""
-        save = self.config.training.save
-        what = "fit() was stopped or has failed, and has left no trained model in this process"
-        hint = "call fit() again" + (f", or use its last checkpoint: rapidformer export {save}" if save else "")
-        if in_script:
-            what = "the model was trained in workers that ran this script, and is not in this process"
-            hint = "train with fit(workers=N), or use its export: rapidformer evaluate RUN, predict RUN"
-        return ConfigError(what, where=type(self).__name__, hint=hint)
 
     def _store_weights(self, weights: inference.Weights) -> None:
         self._trained = Trained(weights=weights)

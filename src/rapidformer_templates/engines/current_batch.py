@@ -227,11 +227,8 @@ def _patch_transformers() -> None:
     patch_function(masking_utils, "_ignore_bidirectional_mask_sdpa", _nothing_is_masked)
     patch_function(masking_utils, "find_packed_sequence_indices", _packed_sequences)
     # A warning about padded batches without a mask. It reads the first and last token of each sample.
-    patch_function(
-        PreTrainedModel,
-        "warn_if_padding_and_no_attention_mask",
-        lambda check, *args, **more: None if _inspected_batch() else check(*args, **more),
-    )
+    warn = "warn_if_padding_and_no_attention_mask"
+    patch_function(PreTrainedModel, warn, lambda check, *a, **k: None if _inspected_batch() else check(*a, **k))
 
 
 def _record_mask(

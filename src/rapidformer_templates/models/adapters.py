@@ -130,9 +130,8 @@ def trained_whole(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         children = dict(module.named_children())
         if {"original_module", "modules_to_save"} <= children.keys():
-            copies |= {
-                f"{name}.modules_to_save.{adapter}": name for adapter, _ in children["modules_to_save"].named_children()
-            }
+            for adapter, _ in children["modules_to_save"].named_children():
+                copies[f"{name}.modules_to_save.{adapter}"] = name
     return copies
 
 

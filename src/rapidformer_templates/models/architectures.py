@@ -121,9 +121,8 @@ def check_head(model_config: PreTrainedConfig, auto_class: str) -> None:
     mapping = getattr(transformers, auto_class)._model_mapping
     if type(model_config) in mapping or hasattr(model_config, "auto_map"):
         return
-    hint = "use an architecture such as " + {"AutoModelForMaskedLM": "bert", "AutoModelForSeq2SeqLM": "t5"}.get(
-        auto_class, "gpt2"
-    )
+    usual = {"AutoModelForMaskedLM": "bert", "AutoModelForSeq2SeqLM": "t5"}.get(auto_class, "gpt2")
+    hint = f"use an architecture such as {usual}"
     raise ModelError(f"transformers has no {auto_class} for {model_config.model_type}", where="--task", hint=hint)
 
 
@@ -165,9 +164,8 @@ def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedToke
     values["vocab_size"] = padded_vocab_size(vocabulary_size(tokenizer))
     values |= _special_tokens(default, tokenizer, auto_class)
     if hasattr(default, "max_position_embeddings"):
-        values[attributes.get("max_position_embeddings", "max_position_embeddings")] = _positions(
-            default, config, tokenizer
-        )
+        attribute = attributes.get("max_position_embeddings", "max_position_embeddings")
+        values[attribute] = _positions(default, config, tokenizer)
     if flags.dropout is not None:
         values |= dropout_rates(default, flags.dropout)
     try:

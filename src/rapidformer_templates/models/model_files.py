@@ -79,10 +79,8 @@ def explain_config_errors(folder: Path) -> Iterator[None]:
     except Exception as error:
         hint, reason = "check its config.json", " ".join(str(error).split())[:300] or type(error).__name__
         if "trust_remote_code" in str(error):
-            hint, reason = (
-                "run the folder's own code with --trust-remote-code",
-                "it needs the Python code of the folder",
-            )
+            hint = "run the folder's own code with --trust-remote-code"
+            reason = "it needs the Python code of the folder"
         message = f"the configuration in {folder} cannot be used: {reason}"
         raise ModelError(message, where=PRETRAINED, hint=hint) from error
 

@@ -23,15 +23,8 @@ OF_THE_WHOLE = {
 }
 """Flags that act on all samples at once, with their values when off and why they do not apply to a stream."""
 
-OF_EVALUATIONS = {
-    "eval_interval": None,
-    "eval_iters": None,
-    "early_stopping_patience": None,
-    "metric_for_best": None,
-    "keep_best": None,
-    "evaluate_test": False,
-}
-"""Flags about evaluations, with their values when off."""
+EVALUATING = ("eval_interval", "eval_iters", "early_stopping_patience", "metric_for_best", "keep_best", "evaluate_test")
+"""Flags about evaluations."""
 
 NOT_STREAMED = drop({"streaming": False, "shuffle_buffer": None})
 STREAM = Given("streaming", instead=(NOT_STREAMED,))
@@ -70,15 +63,16 @@ def _asks_nothing_of_the_whole(request: Request) -> Iterator[Finding]:
 
     Why: a stream is read from front to back, one part at a time.
     """
-    if not request.config.data.streaming:
+    config = request.config
+    if not config.data.streaming:
         return
     for name, (off, why) in OF_THE_WHOLE.items():
-        if request.config.get(name) not in (off, False):
+        if config.get(name) not in (off, False):
             message = f"{spelling(name)} has no effect on a stream: {why}"
             yield Finding(message, request.asked("streaming", name), changes=(drop({name: off}), NOT_STREAMED))
-    evaluation_flags = [name for name, off in OF_EVALUATIONS.items() if request.config.get(name) not in (off, False)]
-    if request.config.training.task == "pretraining" and evaluation_flags:
-        without = drop({name: OF_EVALUATIONS[name] for name in evaluation_flags} | {"metric_for_best_mode": None})
+    evaluation_flags = [name for name in EVALUATING if config.get(name) not in (config.default(name), False)]
+    if config.training.task == "pretraining" and evaluation_flags:
+        without = drop({name: config.default(name) for name in evaluation_flags} | {"metric_for_best_mode": None})
         flags = " and ".join(map(spelling, evaluation_flags))
         message = f"{flags} would do nothing: a streamed corpus has no validation and no test part"
         yield Finding(message, request.asked("streaming", *evaluation_flags), changes=(without, NOT_STREAMED))

@@ -488,11 +488,8 @@ def flag_hint(word: str, known: Iterable[str], spelled: Callable[[str], str] = s
     name = word.lstrip("-").replace("-", "_").lower()
     equivalent = equivalents().get(name)
     if equivalent is not None:
-        return " ".join(
-            part
-            for part in (equivalent.flags and f"did you mean {spelled(equivalent.flags)}?", equivalent.note)
-            if part
-        )
+        hint = equivalent.flags and f"did you mean {spelled(equivalent.flags)}?"
+        return " ".join(filter(None, (hint, equivalent.note)))
     flags = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
     near = alike(name, flags, cutoff=SIMILAR)
     return f"did you mean {spelled(flags[near[0]])}?" if near else None

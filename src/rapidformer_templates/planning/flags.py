@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from rapidformer_templates.planning.flag_values import Epochs, Interval, TrackerNames
 from rapidformer_templates.planning.optimizers import defaults_of
+from rapidformer_templates.planning.schedules import STYLES
 from rapidformer_templates.planning.tasks import TASKS
 
 
@@ -290,20 +291,10 @@ class TrainingFlags:
         False, "with --resume or --load: continue although the training samples are not those of the checkpoint"
     )
     lr: float | None = flag(None, "peak learning rate", minimum=0, usual=True)
-    lr_decay_style: Literal[
-        "linear",
-        "cosine",
-        "constant",
-        "cosine_with_restarts",
-        "polynomial",
-        "constant_with_warmup",
-        "inverse_sqrt",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "warmup_stable_decay",
-    ] = flag(
+    lr_decay_style: str = flag(
         "linear",
         "learning rate schedule after warmup; from the fourth on, those of transformers",
+        choices=tuple(STYLES),
         other="a script may return any schedule from build_scheduler()",
     )
     min_lr: float = flag(0.0, "learning rate at the end of the decay", minimum=0)

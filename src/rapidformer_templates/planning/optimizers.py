@@ -159,9 +159,7 @@ def _record(name: str, like: str = "", **facts: Any) -> OptimizerFacts:
     )
 
 
-OPTIMIZERS: Mapping[str, OptimizerFacts] = {
-    name: _record(name, **facts) for name, facts in _TABLE["optimizers"].items()
-}
+OPTIMIZERS = {name: _record(name, **facts) for name, facts in _TABLE["optimizers"].items()}
 """The optimizers by the value of ``--optimizer``."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 from rapidformer_templates.planning.deepspeed_file.file import Section
@@ -49,22 +49,22 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class WorkerGroup:
-    """Workers that communicate with one another, as seen from rank 0. The other groups have the same size.
+class Dimension:
+    """A way to divide the workers into groups of equal size, which communicate with one another.
 
     Attributes:
-        name: the dimension: ``tensor``, ``context``, ``data``, ``pipeline``, or that of a switch.
-        exchanges: what they send to one another.
+        name: ``tensor``, ``context``, ``data``, ``pipeline``, or the name that a switch gives.
+        exchanges: what the workers of a group send to one another.
         size: number of workers in a group.
         stride: difference between the ranks of neighbors in a group.
-        nodes: maximum number of nodes that a group spans.
+        nodes: maximum number of nodes that a group spans. :func:`groups_of` counts them.
     """
 
     name: str
     exchanges: str
     size: int
-    stride: int
-    nodes: int
+    stride: int = 1
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -174,30 +174,13 @@ class Plan:
     notes: tuple[str, ...] = ()
     values: Mapping[str, PlannedValue] = field(default_factory=dict)
     rules: tuple[str, ...] = ()
-    groups: tuple[WorkerGroup, ...] = ()
+    groups: tuple[Dimension, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         return asdict(self) | {"engine_options": self.engine_options.to_json()}
 
 
-@dataclass(frozen=True)
-class Dimension:
-    """A way to divide the workers into groups of equal size.
-
-    Attributes:
-        name: the name of the dimension.
-        exchanges: what the workers of a group send to one another.
-        size: number of workers in a group.
-        stride: difference between the ranks of neighbors in a group.
-    """
-
-    name: str
-    exchanges: str
-    size: int
-    stride: int = 1
-
-
-def groups_of(sizes: Sizes, more: Sequence[Dimension] = ()) -> tuple[WorkerGroup, ...]:
+def groups_of(sizes: Sizes, more: Sequence[Dimension] = ()) -> tuple[Dimension, ...]:
     """Return the groups with more than one worker that contain rank 0.
 
     Args:
@@ -217,7 +200,7 @@ def groups_of(sizes: Sizes, more: Sequence[Dimension] = ()) -> tuple[WorkerGroup
         if size > 1:
             firsts = [rank for rank in range(sizes.world) if rank // stride % size == 0]
             nodes = ({(first + i * stride) // sizes.local_world for i in range(size)} for first in firsts)
-            groups.append(WorkerGroup(dimension.name, dimension.exchanges, size, stride, nodes=max(map(len, nodes))))
+            groups.append(replace(dimension, nodes=max(map(len, nodes))))
     return tuple(groups)
 
 

@@ -327,7 +327,8 @@ def _shaping_nothing(request: Request) -> Iterator[Finding]:
     training = request.config.training
     name = training.lr_decay_style
     why = "a constant rate does not decay" if name == "constant" else f"{name} does not use it"
-    for flag, off in SHAPING.items():
+    for flag in SHAPING:
+        off = request.config.default(flag)
         # The warmup may be a fraction of the decay steps even if nothing decays.
         shares = flag == "lr_decay_iters" and training.lr_warmup_fraction is not None
         if flag not in STYLES[name].takes and not shares and request.config.get(flag) != off:

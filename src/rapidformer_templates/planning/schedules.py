@@ -46,15 +46,8 @@ STYLES = {
     "warmup_stable_decay": Style((*END, "lr_wsd_decay_iters", "lr_wsd_decay_style")),
 }
 
-SHAPING = {
-    "min_lr": 0.0,
-    "lr_decay_iters": None,
-    "lr_num_cycles": 1,
-    "lr_power": 1.0,
-    "lr_wsd_decay_iters": None,
-    "lr_wsd_decay_style": "cosine",
-}
-"""Flags that act on some schedules only, with their defaults."""
+SHAPING = tuple(dict.fromkeys(flag for style in STYLES.values() for flag in style.takes))
+"""Flags that act on some schedules only."""
 
 WARMUPS = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
 """Flags for the length of the warmup. Only one of them may be given."""

@@ -78,9 +78,8 @@ def _look_up_rows(
 ) -> torch.Tensor:
     if not output.requires_grad:
         return output
-    rows: torch.Tensor = _EmbeddingRows.apply(
-        module.weight, inputs[0] if inputs else named["input"], module.padding_idx
-    )
+    places = inputs[0] if inputs else named["input"]
+    rows: torch.Tensor = _EmbeddingRows.apply(module.weight, places, module.padding_idx)
     return rows
 
 

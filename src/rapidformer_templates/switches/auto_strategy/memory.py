@@ -51,7 +51,7 @@ def predict(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN, 
         stages = peak_stage_candidates(model, layout, setting)
         memories = (of_stage(stage, variant, layout.accumulation, exact=exact) for stage in stages)
         return max(memories, key=lambda memory: memory.total)
-    states = largest_states(model, layout, setting)
+    states = largest_states(model, layout.of_states, setting)
     trace = model.trace(variant, exact=exact)
     on_device = states.on_gpu if setting.gpu else states
     if layout.partitioning == "fsdp":
@@ -87,14 +87,10 @@ def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions 
     return [states.with_frozen(others) for states, others in zip(trained, frozen, strict=True)] * layout.copies
 
 
-def largest_states(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> StateBytes:
-    """Return the states of the worker that holds most of them."""
-    return _largest_states(model, layout.of_states, setting)
-
-
 @lru_cache(maxsize=4096)  # layouts that differ in their batches have equal states
-def _largest_states(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> StateBytes:
-    return max(states_by_worker(model, layout, setting), key=lambda states: states.total)
+def largest_states(model: ModelShapes, of_states: Layout, setting: MemoryOptions) -> StateBytes:
+    """Return the states of the worker that has the most. Pass ``layout.of_states``, so that equal ones are found."""
+    return max(states_by_worker(model, of_states, setting), key=lambda states: states.total)
 
 
 def states_alone(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> Memory:
@@ -103,7 +99,7 @@ def states_alone(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> 
         stages = peak_stage_candidates(model, layout, setting)
         most = max((stage.states() for stage in stages), key=lambda states: states.total)
     else:
-        most = largest_states(model, layout, setting)
+        most = largest_states(model, layout.of_states, setting)
     on_device = most.on_gpu if setting.gpu else most
     return Memory(on_device.parameters, on_device.gradients, on_device.optimizer, 0, 0)
 

@@ -43,7 +43,7 @@ def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, larg
         copied = owned if setting.masters else 0  # fp32 masters exist before the first parameter is cast
         shares = layout.replicas if layout.partitioning != "none" else 1
         return owned, max(largest, copied // shares)
-    states = largest_states(model, layout, setting)
+    states = largest_states(model, layout.of_states, setting)
     states = states.on_gpu if setting.gpu else states
     everything = [*model.parameters.values(), *model.frozen_of(model.all_parameters.values())]
     match layout.partitioning:
