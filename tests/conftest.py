@@ -1,7 +1,5 @@
 """Fixtures and hooks of the whole suite: which tests share a process, and the state in which every test starts."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """Rules for the structure of the code. Each test checks all modules and lists those that break its rule."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 from collections.abc import Iterable, Iterator

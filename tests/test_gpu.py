@@ -1,7 +1,5 @@
 """Everything that only a GPU can show. All other tests run on the CPU."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ that the library uses is public. The dependencies have no upper bounds, because 
 still have the names. Instead, these tests look for each name in the installed packages.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Files that people expect in a project (workflow, Dockerfiles, citation …), and the promises of SECURITY.md."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """The interface as an editor sees it: a user's script with type annotations, checked by pyright."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Contests: turns of loops and functions in new processes, ratios, and the answer to a question."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Runs that are killed or broken, and resumed."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections import Counter

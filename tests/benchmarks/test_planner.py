@@ -1,7 +1,5 @@
 """Predictions beside measurements: ``benchmarks planner`` with one real layout, and published runs."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """What the commands of the benchmarks measure and write. No test checks how long anything took."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

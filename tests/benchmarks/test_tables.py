@@ -1,7 +1,5 @@
 """The published tables as data, and the command that measures them. The tests never check how long anything took."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

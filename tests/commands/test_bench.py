@@ -1,7 +1,5 @@
 """``rapidformer bench``: what it measures and writes, FLOPs of a model, and a calibration. No test checks a speed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The ``rapidformer`` command, how it exits, and the catalogue: every switch, declared once, and its documents."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """``rapidformer chat`` at a terminal and from lines, and SFT, then DPO: peft and transformers have the same numbers."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Configurations of other trainers become YAML files whose plans resolve."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

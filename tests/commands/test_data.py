@@ -1,7 +1,5 @@
 """``rapidformer data``: the output of the tools, the files that they write, and wrong use."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What ``rapidformer demo`` and ``rapidformer new`` write: data, a model, scripts that run as they are, examples."""
 
-from __future__ import annotations
-
 import csv
 import filecmp
 import json

@@ -1,7 +1,5 @@
 """``rapidformer evaluate`` prints the metrics of the run itself, for every task, number of workers and script."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A checkpoint of any engine is exported as its own run would export it, without data and workers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Commands import only what they use: a mistake is reported before torch is imported."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """``rapidformer predict``: from files of every kind to one line per row, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Mapping

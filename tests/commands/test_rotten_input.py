@@ -1,7 +1,5 @@
 """Damaged files of every kind that commands read: each ends in a result or in a message, soon and in little memory."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Completions as bash requests them, the JSON schema of YAML files, and a command written as such a file."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Scripts from PAI-Rapidformer's documentation train like our templates, and loops of scripts like plain torch."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os

@@ -1,7 +1,5 @@
 """The documentation is correct: links, flags, commands, tabs, tables and their output."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses

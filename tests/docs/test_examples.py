@@ -1,7 +1,5 @@
 """The examples are short and complete, do the same job in every way of use, and the notebook shows what it says."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

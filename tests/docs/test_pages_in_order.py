@@ -3,8 +3,6 @@
 A command is only left out with a reason of :data:`NOT_RUN`. ``tests/docs/test_docs.py`` plans or parses it.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The manual as a site: built in strict mode, every link followed, opened in Chromium at desktop and phone widths."""
 
-from __future__ import annotations
-
 import base64
 import html.parser
 import json

@@ -1,7 +1,5 @@
 """A model that is built in shares has the bits of one that is built whole, and a worker never holds much more."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

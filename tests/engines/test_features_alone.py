@@ -4,8 +4,6 @@
 blocks, DeBERTa its relative embeddings after.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path

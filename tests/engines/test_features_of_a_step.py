@@ -4,8 +4,6 @@ Each feature alone equals plain torch in one process: ``test_features_alone.py``
 ``test_means.py``.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

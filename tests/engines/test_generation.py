@@ -1,7 +1,5 @@
 """Text generation with parameters that are sharded over the workers, in unequal numbers of forwards."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 NVIDIA Apex runs only on a GPU. :class:`FusedAdam` makes its documented update and stores its count where Apex does.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Pretrained weights that each worker reads in part have the bits of those that one process reads whole."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import asdict
 from pathlib import Path

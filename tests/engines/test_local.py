@@ -1,7 +1,5 @@
 """Every layout of the local engines follows the one-process run, and DDP stores gradients once, in its buckets."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A micro batch that does not count has no effect: its loss is exactly zero, and the model stays unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Parameters of unusual forms, losses that take derivatives through the model, and gradients of other backwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

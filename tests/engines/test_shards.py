@@ -1,7 +1,5 @@
 """Shards of gradients: put together, they are the gradient of one process. Their boxes divide tensors as torch does."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

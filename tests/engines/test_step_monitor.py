@@ -3,8 +3,6 @@
 There is no GPU here. The tests make an engine believe that it must not read, and count every read of a tensor.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 If an engine cannot do so, it refuses and names the parameters.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -3,8 +3,6 @@
 ``test_features_of_a_step.py`` has the engines.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How models use labels: the loss of --task causal_lm predicts the next token, however a model shifts labels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Architectures from scratch, pretrained folders, and every way in which a folder does not fit."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

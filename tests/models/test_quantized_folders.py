@@ -1,7 +1,5 @@
 """Pretrained folders with quantized weights: refused, or dequantized while they are read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Models with LongRoPE or dynamic scaling compute each row as if it were alone.
 """
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of tensors in safetensors files are those that safetensors itself reads. Fingerprints have all bits of them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flags, YAML and defaults: values, origins, names of other trainers, mistakes, and which of exclusive flags acts."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A DeepSpeed file and the flags: the file is completed, adopted, or refused if it is wrong or contradicts flags."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

@@ -1,7 +1,5 @@
 """The device of a run: torch's current accelerator, and devices that are refused."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The best checkpoint: the metric's direction, what is checked before training, and what only a run can show."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The exact text of refusals, and the rules of kernels, streams, mixtures and trackers."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

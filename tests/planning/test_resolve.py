@@ -1,7 +1,5 @@
 """The content of accepted plans: single facts, groups of workers, and reviewed plans of many commands."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -1,7 +1,5 @@
 """Commands on a new kind of accelerator, whose package registers it with torch as all such packages do."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -47,7 +45,6 @@ def _told(package: Path, words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.longer
 def test_doctor_tells_of_the_accelerator(package: Path) -> None:
     machine = json.loads(_told(package, "doctor --json"))["machine"]
     assert machine["device"] == f"4 × {stand_in.NAME}"

@@ -1,7 +1,5 @@
 """Messages of a run whose device fails: it is out of memory, a kernel fails, or the device is lost."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

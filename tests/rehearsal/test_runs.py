@@ -1,11 +1,7 @@
 """Runs on stand-in devices follow the run of one process on a CPU.
 
-By default one run of each engine is compared, and the runs that alone reach a line of the product. ``-m accelerator``
-and ``-m exhaustive`` also run the other layouts. Side streams are late, so that a copy that nobody waits for gives
-different numbers.
+Side streams are late, so that a copy that nobody waits for gives different numbers.
 """
-
-from __future__ import annotations
 
 import math
 from importlib.util import find_spec
@@ -26,7 +22,6 @@ from tests.support.dropout_runs import DropoutJob
 from tests.support.jobs import OTHERS, CausalJob
 from tests.support.parallel_jobs import JOBS, begin
 from tests.support.parity import Trained, trained, weights_apart
-from tests.support.selection import by_default
 from tests.support.stand_in import host_reads
 from tests.support.stand_in.runs import CASES, DEVICE, IS_REAL, STEPS, Case, flags_of, rehearsed
 from tests.support.worker_pool import run_in_workers
@@ -84,10 +79,6 @@ ENGINES = {name: case for name, case in TWO.items() if find_spec("fairscale") or
 ROUNDING = {"": 1e-4, "bf16": 2**-6, "fp16": 2**-9} if IS_REAL else {"": 1e-5, "bf16": 2**-7, "fp16": 2**-10}
 """Allowed distance between a device and a CPU. A real device has its own kernels, which sum in another order."""
 
-BY_DEFAULT = {*CASES, "fp32", "fsdp", "tensor, offloaded state", "oss-sdp"}
-"""Runs that are not exhaustive."""
-
-
 OTHERS["dropout"] = DropoutJob
 
 
@@ -108,12 +99,12 @@ def _follows(found: Trained, wanted: Trained, allowed: float) -> None:
     assert weights_apart(found["weights"], wanted["weights"]) < max(allowed, 1e-5)
 
 
-@pytest.mark.parametrize("name", by_default(BY_DEFAULT, ONE))
+@pytest.mark.parametrize("name", ONE)
 def test_one_device_follows_the_cpu(name: str) -> None:
     _follows(rehearsed(ONE[name]), _alone(ONE[name]), ROUNDING[ONE[name].precision])
 
 
-@pytest.mark.parametrize("name", by_default(set(), ALIKE))
+@pytest.mark.parametrize("name", ALIKE)
 def test_one_device_does_what_a_cpu_does_with_the_same_flags(name: str) -> None:
     case = ALIKE[name]
     found = rehearsed(case)
@@ -123,7 +114,7 @@ def test_one_device_does_what_a_cpu_does_with_the_same_flags(name: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.skipif(**stand_in.missing(devices=2, any_kind=True))
-@pytest.mark.parametrize("name", by_default(BY_DEFAULT, ENGINES))
+@pytest.mark.parametrize("name", ENGINES)
 def test_two_devices_follow_the_cpu(name: str) -> None:
     _follows(rehearsed(TWO[name]), _alone(TWO[name]), ROUNDING[""])
 

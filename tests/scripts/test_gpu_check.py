@@ -1,7 +1,5 @@
 """``scripts/gpu_check.py`` without a GPU: its parts, their time limits, and the results of stopped parts."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """The mistakes of scripts/mistakes.py, and that each changed line of scripts/mutations.toml fails a test."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

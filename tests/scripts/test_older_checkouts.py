@@ -1,7 +1,5 @@
 """The scripts that compare this checkout with an older one, and a resumed run with the rest of an earlier one."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Adapters trained by a loop over peft's model, and weights read from codes of fewer bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

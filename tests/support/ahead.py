@@ -1,7 +1,5 @@
 """Jobs whose host runs ahead of the device, and a counter of the host's reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

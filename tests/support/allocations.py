@@ -1,7 +1,5 @@
 """The memory that torch's allocator gave on the CPU, which does not depend on the holes that earlier tests left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

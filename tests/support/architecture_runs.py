@@ -1,7 +1,5 @@
 """Small models of every architecture of transformers, trained in each layout and compared with one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass

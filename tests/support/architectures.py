@@ -1,7 +1,5 @@
 """Small models of any architecture that transformers can build."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Counts of the collectives that torch sends in a step, independent of an engine's own names for them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

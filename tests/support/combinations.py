@@ -3,8 +3,6 @@
 Everything is derived from the registry. A new switch is included as soon as its file is in its folder.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence

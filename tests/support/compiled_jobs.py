@@ -1,7 +1,5 @@
 """Jobs for the compiler. All batches have one shape, unless a test is about shapes. Some models are defined here."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@
 a switch or a rule. ``tests/switches/test_pairs.py`` compares every run of the table with one process.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Collection, Iterable

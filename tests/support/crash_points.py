@@ -1,7 +1,5 @@
 """Rehearse ``kill -9``: before each call that changes a folder, or in the middle of a write of another process."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

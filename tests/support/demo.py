@@ -1,7 +1,5 @@
 """Skip tests that need the demo's model and data if these are not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

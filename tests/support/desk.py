@@ -1,7 +1,5 @@
 """A scratch folder with small files under the names that the commands of the manual use."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

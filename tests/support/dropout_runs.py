@@ -1,7 +1,5 @@
 """Runs of a classifier with dropout that can die after a step, and a comparison of two runs bit by bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ It also prints the slowest files and the suite's peak number of processes and pe
 tests, the process that distributes the tests collects the figures of all of them.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

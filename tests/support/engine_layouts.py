@@ -1,7 +1,5 @@
 """One layout of each engine of the registry, and some that divide a model over two workers."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from rapidformer_templates.planning.registry import REGISTRY

@@ -1,7 +1,5 @@
 """Runs with every engine that can die after a step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 read the difference. ``tests/planning/test_resolve.py`` compares every plan with the file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A local server that speaks the protocol of the Hugging Face hub: enough of it to download, and to upload a model."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

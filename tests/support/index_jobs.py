@@ -1,7 +1,5 @@
 """A small classifier of transformers whose samples may have token ids and labels outside of its tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

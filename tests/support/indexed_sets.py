@@ -1,7 +1,5 @@
 """Small indexed data sets that the tests create."""
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Each job is a pair of hooks. :func:`tests.support.parity.train` runs one with any flags.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

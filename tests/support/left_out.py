@@ -4,8 +4,6 @@ Use it as ``RAPIDFORMER_LEFT_OUT=fsdp python -m pytest -p tests.support.left_out
 for each switch. The plugin deselects tests of the covering table whose row lacks the switch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

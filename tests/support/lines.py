@@ -1,7 +1,5 @@
 """A job with one weight and one bias whose runs take hundredths of a second."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

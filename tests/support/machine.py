@@ -1,7 +1,5 @@
 """Checks of what the machine can test."""
 
-from __future__ import annotations
-
 
 def why_no_nvme() -> str | None:
     """Return why NVMe offload is not tested, or None if it is.

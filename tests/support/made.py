@@ -1,7 +1,5 @@
 """The tensors that a computation makes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loss hooks that pass their own mask or positions to a transformers model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

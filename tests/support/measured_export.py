@@ -1,7 +1,5 @@
 """Helpers for measuring an export: weights without an engine, and the growth of this process."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterator

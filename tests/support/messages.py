@@ -8,8 +8,6 @@ A test names the situation only::
             read_dataset(config)
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Reference mixtures of experts, computed token by token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial

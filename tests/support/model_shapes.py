@@ -1,7 +1,5 @@
 """Small models of the common architectures, with real tensors or as shapes only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

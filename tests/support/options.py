@@ -1,7 +1,5 @@
 """Options of a run of the tests: end it in time, and fail tests that are skipped because a package is missing."""
 
-from __future__ import annotations
-
 import re
 import time
 from typing import Any

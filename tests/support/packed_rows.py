@@ -1,7 +1,5 @@
 """Packed rows, models that accept them, and the losses and gradients of these models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

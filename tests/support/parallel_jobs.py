@@ -1,7 +1,5 @@
 """Jobs with enough blocks for a pipeline, built like those of :mod:`tests.support.jobs`."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

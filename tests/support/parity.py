@@ -3,8 +3,6 @@
 ``tests/run/test_exports.py`` compares the files that a run writes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

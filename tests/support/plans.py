@@ -1,7 +1,5 @@
 """The output of ``rapidformer plan --json``."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -14,8 +14,6 @@ reordered:
 - of a write, the first half may be durable
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Runs on preferences: a tiny pretrained model, rows of different lengths, and the curve of a run with any flags."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

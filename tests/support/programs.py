@@ -1,7 +1,5 @@
 """Run scripts in the test process, which has already imported everything."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 import time

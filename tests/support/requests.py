@@ -1,7 +1,5 @@
 """Requests and machines that the tests of switches share."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from textwrap import dedent

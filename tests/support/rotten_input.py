@@ -1,7 +1,5 @@
 """Damaged and hostile files: edits of valid ones, and a check that reading them ends as a user should see it."""
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Exported models that tests load and use in this process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

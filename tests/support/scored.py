@@ -1,7 +1,5 @@
 """A small job whose evaluations return the scores that a test chooses."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Choose which cases ``make test`` and ``make test-longer`` run. Fixtures train only what is tested."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data sets of sentence pairs in which a token's id shows where the token is from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A stand-in for an engine, which checkpoints read and write."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run with each switch: its flags, its template and its workers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """How the tensor plan of a model divides its parameters."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from rapidformer_templates.switches.layout.tensor_plan import tensor_plan_of

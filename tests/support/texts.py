@@ -1,7 +1,5 @@
 """Small texts and tokenizers that tests create, and configurations. All tests can use the fixtures."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """A small run that reports to trackers and can be killed, even while it reports."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping, Sequence

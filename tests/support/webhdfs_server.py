@@ -1,7 +1,5 @@
 """A server of WebHDFS for tests: fsspec can write to it without another package."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

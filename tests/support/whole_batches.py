@@ -3,8 +3,6 @@
 The order of the samples does not matter, so the loop needs nothing of this library but the job's model and loss.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

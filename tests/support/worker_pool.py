@@ -7,8 +7,6 @@ opens a process group and closes it. A worker that dies or hangs ends the pool, 
 :func:`start_workers` is for workers that must die, or that a test observes while they run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """Local workers: all end together, by signals, kills or errors, the first error is reported once, and SIGTERM saves."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

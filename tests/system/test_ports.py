@@ -1,7 +1,5 @@
 """Where workers meet: ports, interfaces, and the variables of a launcher."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

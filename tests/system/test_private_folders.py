@@ -1,7 +1,5 @@
 """Temporary files: private folders of launchers, removed after kills, and tensors whose memory the system can take."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

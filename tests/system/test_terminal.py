@@ -1,7 +1,5 @@
 """Tables and progress bars print brackets in texts unchanged."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """Buckets of gradients: which elements each worker owns, and copies of parameters that some workers share."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

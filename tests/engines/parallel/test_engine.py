@@ -1,7 +1,5 @@
 """3D layouts follow the one-process run: loss, gradient norm, weights and evaluations."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 from unittest import mock

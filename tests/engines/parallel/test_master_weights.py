@@ -1,7 +1,5 @@
 """16-bit weights with fp32 masters: compared with a loop by hand, under each layout, and in checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """16-bit sums of gradients: an update bucket by bucket equals one with all gradients at once, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Optimizers that need whole parameters, distributed over replicas, and the bytes of 16-bit weights with masters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A job in which one worker misbehaves after step 5: ``python hanging.py HOW RANK FLAGS``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -6,8 +6,6 @@ It uses torch's PrivateUse1. The host cannot access its memory. Its streams work
 registration with torch.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

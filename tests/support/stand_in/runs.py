@@ -1,7 +1,5 @@
 """Runs that several tests use, on the stand-in device or on a real accelerator if there is one."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
