@@ -1,7 +1,5 @@
 """Batches: the order of their samples, their shapes, their padding, and the processes that load them."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Sequence

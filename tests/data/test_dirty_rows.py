@@ -1,7 +1,5 @@
 """Files with bad and odd rows, for every task: one error, or left out and counted. Rows are read by their columns."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """Label smoothing in the built-in tasks, compared with torch's own argument on the logits of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

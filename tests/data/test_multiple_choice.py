@@ -1,7 +1,5 @@
 """Multiple choice, compared with transformers' collator and model, and with one process."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packed rows: no token is lost, samples do not see their neighbours, and loss and gradients do not change."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import pairwise

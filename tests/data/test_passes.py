@@ -1,7 +1,5 @@
 """Each pass over a set has each sample once, and no batch holds a sample twice, for any size, batch and source."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator

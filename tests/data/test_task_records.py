@@ -1,7 +1,5 @@
 """Each record of a task is compared with the task that it names. Rendered texts have their special tokens once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Each task from files to metrics, compared with transformers, sklearn and seqeval."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models with transposed weights and expanded buffers: NCCL refuses to exchange such tensors, gloo does not."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The best evaluation always has a checkpoint. Runs that stop early or by ``stop()``: when, why, and on all workers."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

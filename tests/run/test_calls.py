@@ -1,7 +1,5 @@
 """``fit`` from Python, where several workers run one call, checks before torch is imported, and plans of scripts."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

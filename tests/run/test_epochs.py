@@ -1,7 +1,5 @@
 """Lengths and intervals in epochs, samples, tokens and minutes take the steps that counts and clocks give."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Additional validation sets by name, and the test part: each is exact in every layout, and reported under its name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

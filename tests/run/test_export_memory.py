@@ -1,7 +1,5 @@
 """An export needs memory for a few tensors, and not for the whole model. Files that are mapped do not count."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Exported adapters are those that a run has evaluated. Runs start from adapters, codes or folders without a head."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Runs with every engine: they start with the same weights, and their files are read without the product."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from functools import cache

@@ -4,8 +4,6 @@ Other tests show flags whose effect needs several workers, a GPU or minutes. The
 tried in every accepted pair of switches (``tests/switches/test_pairs.py``), where a switch without effect ends the run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The run folder: which run owns it, what may be deleted in it, and errors that are found before anything is built."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Host memory that training on a CPU frees: it is kept for the next step, unless a switch changes this."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An optimizer, a scheduler and a state from a user's own loop: they act as in plain torch, or are refused."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

@@ -1,7 +1,5 @@
 """Hooks of templates and callbacks: events, states that survive the death of a run, and errors that name the hook."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

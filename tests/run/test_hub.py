@@ -1,7 +1,5 @@
 """Models and data by name, uploads, and code of model folders, against a local server of the Hugging Face protocol."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

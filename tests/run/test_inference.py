@@ -1,7 +1,5 @@
 """A program that continues after ``fit``: the model in it, evaluations, predictions, and the unchanged process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -5,8 +5,6 @@ The limit counts private memory that can be written, whether or not it is in use
 allocator count, too. It does not count files that are mapped to be read or shared.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The loop: what it refuses, what it logs, and what it does not change when an error occurs."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Mapping

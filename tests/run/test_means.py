@@ -1,7 +1,5 @@
 """Numbers of a line of metrics: means since the line before it, norms by layer, and the samples of infinite losses."""
 
-from __future__ import annotations
-
 import math
 import re
 import socket

@@ -1,7 +1,5 @@
 """``--mirror``: a run in object storage is resumed to the bit, and an incomplete copy never counts."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A model that does not fit, the text of the error, and the ladder of ways to use less memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

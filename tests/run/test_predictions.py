@@ -1,7 +1,5 @@
 """Predictions of a saved model, task by task, compared with transformers' own pipelines and forwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

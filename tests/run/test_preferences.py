@@ -1,7 +1,5 @@
 """Preference runs: splitting into batches or workers, and the way to get the reference, do not change any step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache

@@ -3,8 +3,6 @@
 TRL is not a dependency. If it is installed (1.16 was used), ``pytest -s`` prints the table of docs/preferences.md.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path

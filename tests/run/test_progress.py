@@ -1,7 +1,5 @@
 """The output of a run: each thing once on standard error, a picture of its curves, and the files of ``--profile``."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """A receipt can fail: if a switch does not act, the run ends in its first step with an error that names the switch."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Workers that drift apart end the run before it saves. The message names them, the values and the step."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

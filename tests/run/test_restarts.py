@@ -1,7 +1,5 @@
 """``--min-workers`` and ``torchrun --max-restarts``: restarts after a worker is lost, with the same random numbers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A run that died resumes as if nothing had happened: bit for bit, with dropout."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

@@ -3,8 +3,6 @@
 Also after a kill -9 while two workers write a checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shutil

@@ -1,7 +1,5 @@
 """A resumed run reads the rows of a complete one, from every source, and notices rows that have changed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """A user's own loop: its steps equal those of a run with every way to divide the model, and it resumes after a kill."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Trackers log each step once, by their own stores: after a kill -9 and a resume, and if one of them fails."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal

@@ -1,7 +1,5 @@
 """Workers that are slow, hang or leave: the report or the error names them with their phase, step and line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import pytest
@@ -313,7 +311,7 @@ class BusyStore:
     def __init__(self) -> None:
         self.checks, self.reads, self.beat = 0, 0, 0
 
-    def clone(self) -> BusyStore:
+    def clone(self) -> Self:
         return self
 
     def set(self, key: str, value: str) -> None:

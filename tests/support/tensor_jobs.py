@@ -1,7 +1,5 @@
 """Tiny models of every architecture with a tensor plan, and a plain loop that trains them whole or divided."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -145,7 +143,7 @@ class Case:
     """Whether head and loss are computed together, in chunks of tokens."""
 
     @property
-    def whole(self) -> Case:
+    def whole(self) -> "Case":
         """The same run on one worker, with full logits."""
         return dataclasses.replace(self, tensor=1, sequence=False, checkpointed=False, fused=False)
 

@@ -1,7 +1,5 @@
 """Every architecture that transformers can build small trains in each layout as in one process, or is refused."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

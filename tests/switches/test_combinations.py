@@ -1,7 +1,5 @@
 """Up to three switches × three templates: accepted, or refused with reasons and an accepted alternative."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from unittest import mock

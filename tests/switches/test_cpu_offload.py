@@ -4,8 +4,6 @@ On a CPU there is nothing to move. The tests make the engine believe that there 
 GPU does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

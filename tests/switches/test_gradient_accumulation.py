@@ -1,7 +1,5 @@
 """Accumulation by epochs: the refusal offers these epochs as iterations, with the steps that the run will count."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every switch that one GPU accepts follows a CPU: each alone, and with others in a row of the covering table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """A switch is one file or folder: the package works without it, and another package can add one as easily."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

@@ -4,8 +4,6 @@ By default the tests run the covering table, which contains every accepted pair.
 and ``RAPIDFORMER_TRIPLES`` triples (default: 60), drawn with the seed ``RAPIDFORMER_SEED`` (default: 0).
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

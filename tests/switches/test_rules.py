@@ -1,7 +1,5 @@
 """Every rule: a request that breaks it, and the nearest requests that do not."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

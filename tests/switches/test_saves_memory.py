@@ -1,7 +1,5 @@
 """A switch that saves memory never takes more than plain DDP. Every switch that shards states is tested."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib.util

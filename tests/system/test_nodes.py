@@ -1,7 +1,5 @@
 """Nodes on one machine: two torchruns on its loopback, examples for clusters, and a network that fails or is slow."""
 
-from __future__ import annotations
-
 import fcntl
 import heapq
 import os
@@ -77,7 +75,7 @@ class Network:
         )  # fmt: skip
 
     @contextmanager
-    def connected(self) -> Iterator[Network]:
+    def connected(self) -> Iterator["Network"]:
         """Create the namespaces, and carry packets inside the context."""
         thread = threading.Thread(target=self._carry, daemon=True)
         with ExitStack() as stack:
@@ -204,7 +202,7 @@ Job.main()
 
 
 @pytest.fixture
-def network(request: pytest.FixtureRequest) -> Iterator[Network]:
+def network(request: pytest.FixtureRequest) -> Iterator["Network"]:
     if problem := why_impossible():
         pytest.skip(problem)
     with Network(getattr(request, "param", 2)).connected() as network:

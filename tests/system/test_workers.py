@@ -1,7 +1,5 @@
 """Joining workers: the device of each, and what the system allows it."""
 
-from __future__ import annotations
-
 import resource
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Conversations, completions and instructions: the tokens that transformers renders, and loss only on the answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

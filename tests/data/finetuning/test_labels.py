@@ -1,7 +1,5 @@
 """Labels that mean "no label", labels that are numbers, parts that no run reads, and labels of a pretrained head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

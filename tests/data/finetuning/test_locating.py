@@ -1,7 +1,5 @@
 """A data set's own parts and configurations, in folders as on the hub and in the cache of datasets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Weighted mixtures of data sets: exact shares, complete epochs of each set, and sets that cannot be mixed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from pathlib import Path

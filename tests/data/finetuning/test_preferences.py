@@ -1,7 +1,5 @@
 """Preferences: rows in their usual forms as tokens and labels, bad rows, and losses by the formulas of their papers."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

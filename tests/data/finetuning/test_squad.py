@@ -1,7 +1,5 @@
 """Windows, answers and scores of question answering, compared with results computed by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every format gives the same table, and every error names the file and line."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

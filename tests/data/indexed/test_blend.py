@@ -1,7 +1,5 @@
 """Blends of corpora: exact to within one sample, and the values of ``--data-path``."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

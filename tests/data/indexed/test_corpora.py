@@ -1,7 +1,5 @@
 """Corpora of ``--data-path``: samples compared with a concatenation by hand, the cache, blends, and every error."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

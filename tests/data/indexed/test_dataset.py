@@ -1,7 +1,5 @@
 """Indexed data sets compared with those of megatron-core, byte for byte, and every kind of damage."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import struct

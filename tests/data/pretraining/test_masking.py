@@ -1,7 +1,5 @@
 """Hidden tokens and T5's spans: their rates, their lengths, and the tokens that stay unchanged."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import product

@@ -1,7 +1,5 @@
 """Sentence pairs and their loss, compared with a plain loop over sentences and with transformers' own losses."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import tempfile

@@ -1,7 +1,5 @@
 """Windows and documents as samples, compared with plain loops and Megatron-LM, and each objective in the black box."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import tempfile

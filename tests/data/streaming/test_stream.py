@@ -1,7 +1,5 @@
 """Samples of a stream: the same for any reader from any bookmark, and the same as if the text is read at once."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections import Counter

@@ -1,7 +1,5 @@
 """Fast tokenizer backends are used only if they are proven to give the same tokens."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable, Iterator

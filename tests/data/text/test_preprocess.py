@@ -1,7 +1,5 @@
 """Raw text to indexed data sets: the bytes, bad text, parts and their order, and what is left after a stop."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import multiprocessing

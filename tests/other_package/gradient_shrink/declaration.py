@@ -1,7 +1,5 @@
 """The declaration of the switch: when it is refused, and how the receipt shows that it acted. Does not import torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rapidformer_templates import flag

@@ -1,7 +1,5 @@
 """The measurement of the switch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

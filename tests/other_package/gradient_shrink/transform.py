@@ -1,7 +1,5 @@
 """The implementation of the switch."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 The faults are injected into the calls of the operating system.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

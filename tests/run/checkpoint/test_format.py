@@ -1,7 +1,5 @@
 """Files and boxes of tensors: any layout can read what another one wrote. Also, folders that are no checkpoints."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Power cuts: in each state that one may leave on the disk, a run finds what it has reported as saved."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """``--auto-strategy`` on a training command: its choice, the origin that the values show, and who receives them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Device files: they are read back as written, damage is named, and their rates decide the predicted seconds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

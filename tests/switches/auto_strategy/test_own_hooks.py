@@ -1,7 +1,5 @@
 """Memory that is predicted for a script's own model, data and loss, and for a frozen copy, compared with runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path

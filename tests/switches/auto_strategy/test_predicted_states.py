@@ -1,7 +1,5 @@
 """Predicted states of every switch, compared with the receipts of a run with the switch: equal to the byte."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import tomllib

@@ -1,7 +1,5 @@
 """The search compared with brute force over the same predictions, and jobs for which it must find a layout."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,7 +1,5 @@
 """An equal search is read from the user's cache, without torch. Every other search is new."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The predicted memory of building a model, compared with receipts of runs, and what the plan makes of it."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import sys

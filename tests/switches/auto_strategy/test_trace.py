@@ -1,7 +1,5 @@
 """A trace on fake tensors, compared with the allocations of a real forward and backward in torch's profiler."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Hours, cost and checkpoints of a whole training, several sizes of a cluster, and layouts that are compared."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """Recomputation equals a run without it, bit for bit, in every engine, and keeps no more than the receipts say."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

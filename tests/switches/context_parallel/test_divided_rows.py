@@ -1,7 +1,5 @@
 """Operations on divided hidden states and logits, compared with whole ones, and models that cannot be divided."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs with divided sequences follow the one-process run: loss, gradient norm, weights, evaluations and resumes."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

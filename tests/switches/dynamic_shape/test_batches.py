@@ -1,7 +1,5 @@
 """Dynamic shapes: the order, batches of exactly their shape, and a loss that padding cannot change."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention per document: it computes what a mask of the whole row does, at the cost of the documents alone."""
 
-from __future__ import annotations
-
 import sys
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """The options of FSDP and sharding inside groups of workers change what is sent, never what is computed."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The fused loss compared with torch's cross-entropy of whole logits: the function, models, and runs."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters: parity with peft on the same weights, their export, their merging, and the base that they belong to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

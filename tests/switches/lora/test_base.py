@@ -1,7 +1,5 @@
 """Adapters whose base has moved or changed: every command that reads the base names it, and ``--base`` replaces it."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

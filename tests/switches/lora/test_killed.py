@@ -1,7 +1,5 @@
 """``kill -9`` during a run of adapters with an 8-bit frozen base, and the runs that resume from the disk."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

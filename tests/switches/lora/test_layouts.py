@@ -1,7 +1,5 @@
 """Adapters follow one process under every engine, move between engines, and are merged into the evaluated model."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path

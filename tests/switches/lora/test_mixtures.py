@@ -1,7 +1,5 @@
 """Adapters in pretrained mixtures of experts, as in peft. Exports of each task open with the Auto classes of peft."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

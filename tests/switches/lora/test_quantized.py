@@ -1,7 +1,5 @@
 """A base in 8 or 4 bits: the values of its codes. Adapters train on it as on the dequantized weights."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

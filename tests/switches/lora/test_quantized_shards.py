@@ -1,7 +1,5 @@
 """A base in fewer bits in FSDP's and ZeRO-3's shares. Codes are divided, and each step equals one process."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

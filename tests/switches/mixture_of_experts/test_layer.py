@@ -1,7 +1,5 @@
 """Sparse layers compared with loops and with Mixtral, feed-forwards that become sparse, and mixtures as they come."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixtures in models that are divided over stages and shards follow one process, in fp64 and step by step."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

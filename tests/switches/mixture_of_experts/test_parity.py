@@ -1,7 +1,5 @@
 """A mixture follows its one-process run under every engine: loss, gradient norm, weights. It resumes under another."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every engine trains with activations in another memory as it does without, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """The tensors that go to the host and come back, and when: bits and bytes of models with and without offload."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -256,7 +254,7 @@ class _Stream:
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self.told = name, told
 
-    def wait_stream(self, other: _Stream) -> None:
+    def wait_stream(self, other: "_Stream") -> None:
         self.told.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: str) -> None:

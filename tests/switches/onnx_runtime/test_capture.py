@@ -1,7 +1,5 @@
 """Modules that are captured, modules that are refused, and the absence of copies."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 A step has two padded micro batches. Building graphs takes seconds, so only one job has batches of many shapes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Each record of an optimizer is compared with the class that it names."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

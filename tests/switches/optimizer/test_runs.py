@@ -1,7 +1,5 @@
 """Whole runs with each optimizer: several workers compared with one, and resumed runs with uninterrupted ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

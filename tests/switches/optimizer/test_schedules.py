@@ -1,7 +1,5 @@
 """The schedules of transformers: each rate of a run compared with transformers' scheduler, step by step."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each update rule compared with its formula, written in numpy in fp64, and Adam's options in every optimizer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from importlib import import_module

@@ -1,7 +1,5 @@
 """OSS and OSS + SDP follow the one-process run, and each rank holds only its share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

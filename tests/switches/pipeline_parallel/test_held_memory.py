@@ -1,7 +1,5 @@
 """Memory of a stage with micro batches in flight: one of four stages runs in this process, the others are silent."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

@@ -1,7 +1,5 @@
 """Stages have the lowest cost, and schedules make every pass once, cannot deadlock, and equal torch's."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Memory, random numbers and outputs of a divided model, in addition to following the whole model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tensor plans: modules that are divided, and modules that cannot be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled blocks: the numbers of plain eager under every engine, few graphs, and a report of what was not compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

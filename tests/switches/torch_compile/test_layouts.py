@@ -1,7 +1,5 @@
 """Compiled blocks in divided models, compared with one eager process in fp64, with graphs that do not break."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

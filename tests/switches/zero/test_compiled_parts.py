@@ -1,7 +1,5 @@
 """DeepSpeed's compiled parts are built once, before the workers start. Nothing waits for a lock of a dead process."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

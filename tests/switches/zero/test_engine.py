@@ -1,7 +1,5 @@
 """ZeRO in all its forms follows the one-process run: loss, gradient norm, weights, and held memory."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable

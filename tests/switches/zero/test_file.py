@@ -1,7 +1,5 @@
 """A DeepSpeed file: its loss scale takes effect and is resumed, and DeepSpeed itself checks the other keys."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
