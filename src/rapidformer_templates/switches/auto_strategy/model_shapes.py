@@ -382,7 +382,10 @@ class ModelShapes:
         if self.stages is not None and len(self.stages) == pipeline:
             return list(self.stages)
         if pipeline not in self._sizes:
-            self._sizes[pipeline] = balanced_cut(*self.stage_elements, pipeline)
+            front, blocks, back = self.stage_elements
+            if pipeline > len(blocks):
+                raise ModelError(f"{len(blocks)} blocks cannot be cut into {pipeline} stages")
+            self._sizes[pipeline] = balanced_cut(front, blocks, back, pipeline)
         return self._sizes[pipeline]
 
     @cached_property
