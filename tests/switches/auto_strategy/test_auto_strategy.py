@@ -130,6 +130,8 @@ def test_no_cut_needs_less_and_none_that_needs_as_much_is_faster() -> None:
 def test_more_stages_than_blocks_are_refused(says: Says) -> None:
     with says(ModelError):
         balance_memory(shapes("llama"), Layout(pipeline=6), SETTING)
+    with pytest.raises(ModelError, match="4 blocks cannot be cut into 6 stages"):  # the search leaves such layouts out
+        shapes("llama", 4).stage_sizes(6)
     few = f"--pipeline-model-parallel-size 8 {BY_MEMORY} --num-layers 6"
     assert codes(few, on(CPU, world_size=8)) == ["RF220"]
     assert codes(few.replace("8", "6"), on(CPU, world_size=6)) == []
