@@ -26,7 +26,7 @@ from rapidformer_templates.data.finetuning.messages import Message, common_lengt
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.special_tokens import drop_repeated
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.errors import DataError, counted
 
 PLAIN_TEMPLATE = """\
 {% for message in messages %}
@@ -336,6 +336,6 @@ class ChatReader:
             self.notes.append(f"{name}: {unused:,} of {count:,} samples are not used: their answers have no token")
         if self.answers_only and (split := sum(chat.split for chat in chats)):
             self.notes.append(
-                f"{name}: {split:,} answers begin inside a token that begins in their prompt; "
+                f"{name}: the answers of {counted(split, 'sample')} begin inside a token that begins in their prompt; "
                 "put the space or line break between them into the answer"
             )

@@ -179,7 +179,7 @@ def _preprocess(
             progress.advance(job.bytes, speed)
         for key, writer in zip(recipe.keys, writers, strict=True):
             if not writer.documents:
-                hint = f"check the files; {result.empty[key]} were empty, {skipped.count} lines were bad"
+                hint = f"check the files; empty: {result.empty[key]}, bad lines: {skipped.count}"
                 message = f"there is no document with text for the key '{key}'"
                 raise DataError(message, where=result.prefix[key], hint=hint)
         for key, writer in zip(recipe.keys, writers, strict=True):

@@ -337,13 +337,14 @@ class Search:
     def constraint(self, memory: Memory, setup: SetupMemory, setting: MemoryOptions) -> str | None:
         """Return what these workers have too little of, or None."""
         device, node = self.hardware.memory_gb, self.hardware.host_gb
+        digits = 1 if device >= 10 else 4  # on a small device, one digit would hide what is too much
         if self._needed_gb(memory.total) > device:
             parts = {name: value for name, value in vars(memory).items() if value and name != "host"}
             largest = max(parts, key=lambda name: parts[name])
-            what = f"memory: {self._needed_gb(memory.total):.1f} GB per worker of {device:g} GB"
-            return f"{what} ({largest} alone {parts[largest] / GB:.1f} GB)"
+            what = f"memory: {self._needed_gb(memory.total):.{digits}f} GB per worker of {device:g} GB"
+            return f"{what} ({largest} alone {parts[largest] / GB:.{digits}f} GB)"
         if self._needed_gb(setup.device) > device:
-            needed = f"{self._needed_gb(setup.device):.1f} GB per worker of {device:g} GB"
+            needed = f"{self._needed_gb(setup.device):.{digits}f} GB per worker of {device:g} GB"
             return f"memory: {needed} to build and load the model"
         needed_on_node = self._host_gb(memory, setup)
         if node is None or needed_on_node <= node:
