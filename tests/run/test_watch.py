@@ -241,8 +241,8 @@ LAYOUTS = {
     "2 × 2": "--nproc-per-node 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
 }
 HANGS = {
-    "sleeps": r"worker 1 on \S+ makes no progress: hanging\.py:43 in on_step_end \(step 5, hooks and own code\)",
-    "reads": r"worker 1 on \S+ makes no progress: hanging\.py:27 in __getitem__ \(step 6, loading data\)",
+    "sleeps": r"worker 1 on \S+ makes no progress: hanging\.py:41 in on_step_end \(step 5, hooks and own code\)",
+    "reads": r"worker 1 on \S+ makes no progress: hanging\.py:25 in __getitem__ \(step 6, loading data\)",
     "stops": r"worker 1 on \S+ does not respond \(stopped or gone\)",
 }
 WAITING = r"worker 0 in \w+, \S+ in \w+ \(step [56], "
@@ -290,7 +290,7 @@ LEAVES = {
     # Gloo aborts one of the two workers that exchange numbers of different sizes: which one, is not determined.
     "calls another collective": [
         r"worker [01] was killed by SIGABRT after \d+ s",
-        r"\n  where  (hanging\.py:53 in on_step_end|workers\.py:\d+ in sum)\n",
+        r"\n  where  (hanging\.py:51 in on_step_end|workers\.py:\d+ in sum)\n",
         "such as different collectives in two workers",
     ],
 }
