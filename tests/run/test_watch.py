@@ -319,7 +319,7 @@ class BusyStore:
 
     def check(self, keys: list[str]) -> bool:
         self.checks += 1
-        time.sleep(0.3)
+        time.sleep(0.1)
         return True
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -328,14 +328,14 @@ class BusyStore:
 
 
 def test_a_busy_store_is_asked_little_and_nobody_is_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "BEAT", 0.05)
+    monkeypatch.setattr(watch, "BEAT", 0.01)
     blamed: list[BaseException] = []
     monkeypatch.setattr(watch, "report_error", blamed.append)
     store: Any = BusyStore()
     watching = HangWatch(PhaseClock())
     watching.longest[STEP] = 0.01
     watching.enter(STEP, 5)
-    with watching.running(Silent(1, 1, 300, torch.device("cpu"), store=store), 0.5, None, lambda: ""):
+    with watching.running(Silent(1, 1, 300, torch.device("cpu"), store=store), 0.8, None, lambda: ""):
         wait_until(lambda: store.reads >= 4, "the worker is overdue and does not ask what the others do")
     assert (blamed, store.checks) == ([], store.reads)
 

@@ -218,8 +218,8 @@ class _Watcher:
     def _published(self, store: Store) -> dict[int, Activity]:
         """Return the activity of each worker that has published one.
 
-        Empty if the worker that keeps the store is gone, or does not respond for ``--worker-timeout``. A busy store is
-        slow: every worker may ask it at the same time.
+        Empty if the worker that keeps the store is gone, or does not respond for a quarter of ``--worker-timeout``. A
+        busy store is slow: every worker may ask it at the same time.
         """
         published: dict[int, Activity] = {}
 
@@ -231,7 +231,7 @@ class _Watcher:
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        reader.join(max(2 * BEAT, self._timeout))
+        reader.join(max(2 * BEAT, self._timeout / 4))
         return {} if reader.is_alive() else published
 
     def _error(self, statuses: dict[int, Activity], silent: list[int], seconds: float) -> WorkerHangs:
