@@ -100,7 +100,10 @@ def flags_of(case: Case) -> str:
 
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights in the only checkpoint of a run with one worker, in fp64."""
-    (checkpoint,) = folder.glob("checkpoints/step-*")
+    """Return the weights in the last checkpoint of a run with one worker, in fp64.
+
+    If it is damaged, the run keeps the one before.
+    """
+    checkpoint = max(folder.glob("checkpoints/step-*"), key=lambda path: int(path.name.partition("-")[2]))
     files = sorted(checkpoint.glob("weights-*.safetensors"))
     return {name: tensor.double() for file in files for name, tensor in load_file(file).items()}
