@@ -239,7 +239,7 @@ class StepMonitor:
 
     def __post_init__(self) -> None:
         self._ended = torch.zeros((), dtype=torch.bool, device=self.device)
-        # Of each step: its number, the values on the device, the micro batches of the hook's counts, and the losses.
+        # For each step: its number, the values on the device, the micro batches of the hook's counts, and the losses.
         self._unread: deque[tuple[int, HostCopy, list[MicroBatch], _Losses]] = deque()
         self._started = 0
         self._losses: _Losses = []

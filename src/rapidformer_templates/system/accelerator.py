@@ -25,7 +25,7 @@ HOST = torch.device("cpu")
 def device_of(kind: str, local_rank: int) -> torch.device:
     """Return the device of a worker: the host, or the accelerator with its local rank.
 
-    A scheduler can show each process a device of its own. Such a process takes the only one that it sees.
+    If a process sees a single device, because its scheduler shows each process another one, it takes that device.
 
     Raises:
         ConfigError: this machine has more workers than devices.

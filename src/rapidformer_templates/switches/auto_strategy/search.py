@@ -131,7 +131,7 @@ class Search:
                 if self._needed_gb(states.total) <= self.hardware.memory_gb:
                     variants.add(variant_of(family, setting))
         shapes.prepare(variants)
-        # Families with equal activations share a process and its traces. Those of a process that fails are left out.
+        # Families with equal activations share a process and its traces. If a process fails, its families are left out.
         groups: dict[Variant, list[Layout]] = {}
         for family, setting in allowed.items():
             groups.setdefault(variant_of(family, setting), []).append(family)

@@ -27,7 +27,9 @@ def setup_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> 
         building = share + max(room_for(whole, layout.world), largest)
     if setting.gpu:
         if layout.partitioning in ("zero-1", "zero-2") and setting.precision != "fp32":
-            building += BF16 * sum(facts.count for facts in model.all_parameters.values())  # beside the exact values
+            building += BF16 * sum(
+                facts.count for facts in model.all_parameters.values()
+            )  # in addition to the exact values
         return SetupMemory(owned + passing, building)
     peak = max(building, owned + passing)
     return SetupMemory(peak, peak)

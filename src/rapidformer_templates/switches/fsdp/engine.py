@@ -250,8 +250,7 @@ class FSDPEngine(SingleEngine):
         return [index for index, p in enumerate(self._parameters) if id(p) not in self._used]
 
     def _parameters_in_graph(self) -> Iterable[torch.Tensor]:
-        units = (module for module in self.model.modules() if isinstance(module, FSDPModule))
-        sharded = [p for unit in units for group in _groups(unit) for p in group.fsdp_params]
+        sharded = [p for group in self._all_groups() for p in group.fsdp_params]
         return [*self.model.parameters(), *(p.unsharded_param for p in sharded if hasattr(p, "_unsharded_param"))]
 
     def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
@@ -291,8 +290,7 @@ class FSDPEngine(SingleEngine):
     def _measure_first_backward(self) -> None:
         parameters = list(self.model.parameters())
         sizes = [(p.numel(), _has_mesh_dimension(p, SHARDS)) for p in parameters]
-        units = (module for module in self.model.modules() if isinstance(module, FSDPModule))
-        groups = [group for unit in units for group in _groups(unit)]
+        groups = self._all_groups()
         # None means no cast: gradients are summed in their own type, which is the compute type.
         types = {group._reduce_dtype or self.compute_type or group._orig_dtype for group in groups}
         self.receipts["parameter_bytes_in_backward"] = bytes_by_kind({"parameters": parameters})["parameters"]
@@ -303,13 +301,17 @@ class FSDPEngine(SingleEngine):
 
     def _measure_gradients(self) -> None:
         """Count the elements of whole gradients that earlier micro batches of the first step have left."""
-        units = (module for module in self.model.modules() if isinstance(module, FSDPModule))
-        sharded = (parameter for unit in units for group in _groups(unit) for parameter in group.fsdp_params)
-        # torch keeps a sum in another type than the gradients apart from them.
-        gradients = (
-            p.unsharded_accumulated_grad if p.unsharded_accumulated_grad is not None else _own(p) for p in sharded
-        )
-        self.receipts["whole_gradients_between"] = sum(g.numel() for g in gradients if g is not None)
+        found = 0
+        for parameter in (parameter for group in self._all_groups() for parameter in group.fsdp_params):
+            kept = parameter.unsharded_accumulated_grad  # a sum in another type than the gradients
+            if kept is None and hasattr(parameter, "_unsharded_param"):
+                kept = parameter.unsharded_param.grad
+            found += 0 if kept is None else kept.numel()
+        self.receipts["whole_gradients_between"] = found
+
+    def _all_groups(self) -> list[Any]:
+        """Return torch's ``FSDPParamGroup`` of each unit."""
+        return [group for unit in self.model.modules() if isinstance(unit, FSDPModule) for group in _groups(unit)]
 
     def _reshard(self) -> None:
         """Free whole parameters that are left from a forward without a backward, such as an evaluation."""
@@ -367,12 +369,6 @@ def _reduce_all(group: Any, used: set[int]) -> Callable[..., None]:
         post_backward(*unused)
 
     return reduce
-
-
-def _own(parameter: Any) -> torch.Tensor | None:
-    """Return the gradient of the whole parameter, if it was whole before."""
-    gradient: torch.Tensor | None = parameter.unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
-    return gradient
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

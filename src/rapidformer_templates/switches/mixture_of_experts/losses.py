@@ -191,10 +191,12 @@ class BalanceLosses:
             if not microbatch.idle:
                 get = getattr(microbatch.batch, "get", None)
                 mask = token_mask(get("attention_mask") if get else None, microbatch.shape)
-                shown = microbatch.shown_tokens  # known before the batch moves to the device
-                local_tokens += (
-                    microbatch.padded_tokens if mask is None else int(mask.sum()) if shown is None else shown
-                )
+                if mask is None:
+                    local_tokens += microbatch.padded_tokens
+                elif microbatch.shown_tokens is not None:  # counted before the batch moved to the device
+                    local_tokens += microbatch.shown_tokens
+                else:
+                    local_tokens += int(mask.sum())
         # All workers of a replica have the same batches.
         (tokens,) = workers.sum(local_tokens if workers.is_replica_leader else 0)
         if not tokens:
