@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,8 @@ class Network:
                 packet = heapq.heappop(waiting)[2]
                 target = self._queues.get(".".join(map(str, packet[16:20])))  # the destination of IPv4
                 if target is not None and packet[0] >> 4 == 4:
-                    os.write(target, packet)
+                    with suppress(OSError):  # an interface that takes no packet now loses it, as a cable would
+                        os.write(target, packet)
 
 
 def _ip(words: str) -> None:
@@ -226,20 +227,22 @@ def start(network: Network, folder: Path, save: str = "run", flags: str = FLAGS)
 
 
 def finish(workers: list[subprocess.Popen[str]], seconds: float) -> list[str]:
-    """Return the output of the workers. They are killed after some time."""
+    """Return the output of the workers. Those that have not ended after some time are killed."""
     end = time.monotonic() + seconds
-    try:
-        return [worker.communicate(timeout=max(end - time.monotonic(), 1))[0] for worker in workers]
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                os.killpg(worker.pid, signal.SIGKILL)
+    said = []
+    for worker in workers:
+        try:
+            said.append(worker.communicate(timeout=max(end - time.monotonic(), 1))[0])
+        except subprocess.TimeoutExpired:
+            os.killpg(worker.pid, signal.SIGKILL)
+            said.append(worker.communicate()[0])
+    return said
 
 
 def wait_for_step(folder: Path, step: int, workers: list[subprocess.Popen[str]]) -> None:
     end = time.monotonic() + 240
     while not any(line["step"] >= step for line in read_metrics(folder / "run" / "metrics.jsonl")):
-        assert time.monotonic() < end, "no step"
+        assert time.monotonic() < end, finish(workers, 5)
         assert all(worker.poll() is None for worker in workers), finish(workers, 5)
         time.sleep(0.05)
 
