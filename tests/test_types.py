@@ -141,6 +141,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[tuple[int, 
     return errors
 
 
+@pytest.mark.longer
 def test_a_right_script_has_no_error_under_strict_rules(found: dict[str, set[tuple[int, str]]]) -> None:
     assert found["right.py"] == set()
 

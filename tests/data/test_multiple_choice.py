@@ -177,7 +177,7 @@ LAYOUTS = {
     "checkpointed": "--micro-batch-size 2 --checkpoint-activations",
     "lora": "--micro-batch-size 2 --lora-rank 2",
 }
-SHORT = ("accumulated", "tensor", "pipeline", "context", "lora")
+SHORT = ("accumulated", "tensor")
 """Layouts that run by default. The others divide neither the rows of a sample nor the model."""
 
 

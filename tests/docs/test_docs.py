@@ -117,8 +117,9 @@ def test_flags_exist() -> None:
     assert {file: flags for file, flags in unknown.items() if flags} == {}
 
 
+SLOW = ("--auto-strategy", "--engine-memory")
 PLANS = [
-    pytest.param(page, command, marks=pytest.mark.longer if "--auto-strategy" in command else ())
+    pytest.param(page, command, marks=pytest.mark.longer if any(flag in command for flag in SLOW) else ())
     for page in PAGES
     for command in commands(page)
     if command.startswith("rapidformer plan") and "…" not in command

@@ -180,7 +180,7 @@ assert job.steps == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("removed", by_default(("lora",), OPTIONAL))
+@pytest.mark.parametrize("removed", by_default((), OPTIONAL))
 def test_the_package_works_without_the_switch(removed: str, tmp_path: Path) -> None:
     package = tmp_path / SOURCE.name
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -29,6 +29,7 @@ from tests.support.jobs import ClassJob
 from tests.support.lines import FLAGS, Line
 from tests.support.messages import Says
 from tests.support.programs import is_running, run_script, wait_until
+from tests.support.selection import by_default
 from tests.support.worker_pool import end_pool, new_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +119,9 @@ report_errors(work)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("by_library", [False, True], ids=["closed by torch", "closed by DeepSpeed"])
+@pytest.mark.parametrize(
+    "by_library", by_default([False], [False, True]), ids=["closed by torch", "closed by DeepSpeed"]
+)
 def test_an_error_is_reported_before_the_group_is_closed(by_library: bool) -> None:
     with pytest.raises(ReportedError, match="ValueError: a bug in a hook"):
         launch.run_workers([sys.executable, "-c", FAILING.format(by_library=by_library)], 2)
@@ -416,7 +419,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["steps", "hangs", "connects"])
+@pytest.mark.parametrize("how", by_default(["hangs"], ["steps", "hangs", "connects"]))
 def test_workers_end_when_their_launcher_is_killed(start: Callable[..., Run], how: str) -> None:
     run = start(how)
     run.process.kill()

@@ -171,7 +171,7 @@ def test_a_part_has_its_own_documents_only(no_mask: MaskTokens, tmp_path: Path) 
     assert tokens.max() < begins[9]
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_rates_of_labels_cuts_and_other_documents(no_mask: MaskTokens, tmp_path: Path) -> None:
     sizes = [4, 2, 3, 1, 2]
     dataset = write([[1] * size for size in sizes], tmp_path)

@@ -30,6 +30,7 @@ from rapidformer_templates.errors import DataError, WorkerFailed
 from tests.support.indexed_sets import contents
 from tests.support.messages import Says
 from tests.support.programs import is_running, wait_until
+from tests.support.selection import by_default
 from tests.support.texts import TEXTS, Preprocess, files_of, write_jsonl
 
 
@@ -156,7 +157,7 @@ def test_bad_lines_are_errors_or_listed(tmp_path: Path, recipe: EncodingRecipe, 
     assert not list(tmp_path.glob("never*"))
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_line_of_50_mb(tmp_path: Path, make: Preprocess, recipe: EncodingRecipe) -> None:
     file = tmp_path / "long.jsonl"
     small = json.dumps({"text": "a dog"})
@@ -326,8 +327,11 @@ def words_for(corpus: Path, gpt_folder: Path, prefix: Path) -> list[str]:
              "--workers", "2", "--chunk-size", "3", "--tokenizer-backend", "transformers"]  # fmt: skip
 
 
+SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", by_default([signal.SIGKILL], SIGNALS), ids=lambda number: number.name)
 def test_interrupted_and_run_again(
     corpus: Path, recipe: EncodingRecipe, make: Preprocess, gpt_folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -352,7 +356,7 @@ def test_interrupted_and_run_again(
     assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_limit_of_the_system_on_files(corpus: Path, gpt_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SLOW, "limit", *words_for(corpus, gpt_folder, tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

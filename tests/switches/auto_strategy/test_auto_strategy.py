@@ -30,7 +30,7 @@ FLAGS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_the_best_layout_is_taken_and_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,7 +108,7 @@ def _every_cut() -> dict[tuple[int, ...], int]:
     return {cut: predict(model, Layout(**{**vars(LAYOUT), "stages": cut}), SETTING).total for cut in cuts}
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_no_cut_needs_less_and_none_that_needs_as_much_is_faster() -> None:
     model, cuts = shapes("llama", BLOCKS), _every_cut()
     balance = balance_memory(model, LAYOUT, SETTING)
@@ -168,7 +168,7 @@ def test_hooks_that_the_planner_cannot_see_are_refused(monkeypatch: pytest.Monke
         CausalJob(TRAINED.split())
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_search_cuts_each_layout_by_its_memory() -> None:
     searched = f"--world-size 2 --auto-strategy --global-batch-size 8 {MODEL} --no-checkpoint-activations"
     searched += " --tensor-model-parallel-size 1"

@@ -188,6 +188,7 @@ def test_a_run_with_an_own_optimizer_needs_what_its_engine_needs_on_fake_tensors
     assert memory.total == pytest.approx(max(peak for _, peak in ranks), rel=0.01)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("more", [[], ["--checkpoint-activations"]], ids=["", "recomputed"])
 def test_the_engine_of_a_plan_for_gpus_uses_their_kernels(more: list[str], tmp_path: Path) -> None:
     """On a CPU, attention with dropout keeps its scores and masks. On a GPU it does not."""
@@ -281,8 +282,8 @@ def measured(workers: Any, flags: list[str]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_the_copy_is_divided_as_it_is_predicted(gpt_folder: Path, tmp_path: Path) -> None:
     flags = make(tmp_path, gpt_folder, pairs(4))
     config = GPT2Config.from_pretrained(tmp_path / "model")

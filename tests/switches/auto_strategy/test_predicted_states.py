@@ -111,8 +111,13 @@ TOGETHER = dict.fromkeys(OPTIMIZERS_HERE, 1) | {
     if all(word not in flags or _installed(package) for word, package in NEEDS.items())
 }
 """Number of workers by the flags of a run."""
-SLOW = {"torch-compile"}  # half a minute of imports
-DEFAULT = {*SWITCHES, *OPTIMIZERS_HERE, *itertools.chain(*RUNS["default"].values())} - SLOW
+HOLDING = {"hybrid-sharding", "lora", "mixed-precision", "mixture-of-experts"}
+"""Switches that change what the workers hold, and have no engine of their own."""
+DEFAULT = {
+    *(switch.name for switch in REGISTRY.switches if switch.engine or switch.name in HOLDING),
+    *("--optimizer adafactor", "--optimizer muon"),
+    *itertools.chain(*RUNS["default"].values()),
+}
 
 
 def _words(name: str, folder: str) -> tuple[int, str, list[str]]:

@@ -62,7 +62,7 @@ def tiny() -> Subject:
     return Subject(plan_request(TINY.split())[0], gpu=False)
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_brute_force_agrees_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 4 --global-batch-size 4 --device cpu"
     flags += " --mixed-precision bf16"
@@ -111,7 +111,7 @@ def of_four() -> SearchResult:
 FOUR = f"{TINY} --world-size 4 --local-world-size 2 --device cpu"
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_several_processes_find_the_layouts_that_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{FOUR} --auto-strategy --max-global-batch-size 4 --micro-batch-size 1 --no-checkpoint-activations"
 
@@ -144,7 +144,7 @@ def test_each_core_has_a_process_and_failures_are_left_out(monkeypatch: pytest.M
     assert len({os.getpid(), *(pid for _, pid in told)}) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_the_flags_of_each_layout_resolve_to_it() -> None:
     for candidate in of_four().layouts:
         config, place, _ = plan_request([*FOUR.split(), *candidate.layout.flags()])
@@ -160,7 +160,7 @@ def test_the_flags_of_each_layout_resolve_to_it() -> None:
         assert layout.global_batch <= 8
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_sequences_are_divided_where_nothing_fits_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 2 --local-world-size 2 --device cpu --global-batch-size 1"
     flags += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --no-checkpoint-activations"
@@ -226,7 +226,7 @@ def mixture(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_experts_of_an_architecture_are_divided_and_visited(mixture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"--pretrained-model-name-or-path {mixture} --seq-length 16 --world-size 4 --local-world-size 4"
     flags += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 --device cpu"
@@ -409,7 +409,7 @@ def test_activations_go_to_the_host_where_nothing_else_fits(monkeypatch: pytest.
     assert found("--offload-activations", 80) == ({True}, set())
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_what_the_user_gives_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 4 --max-global-batch-size 8 --device cpu"
     given = "--micro-batch-size 2 --zero-1-memory-optimization --checkpoint-activations"
@@ -430,7 +430,7 @@ def test_layouts_stand_in_the_order_of_their_speed() -> None:
     assert again.samples_per_second < some.samples_per_second < plain.samples_per_second
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_published_job_gets_a_layout() -> None:
     model = "--model-type gpt2 --num-layers 48 --hidden-size 6144 --num-attention-heads 64 --seq-length 2048"
     workers = "--world-size 16 --local-world-size 8 --tensor-model-parallel-size 8"
@@ -464,7 +464,7 @@ def test_a_memory_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, 
     says.command(f"plan --auto-strategy {TINY}")
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_what_is_not_predicted_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
     flags = f"{TINY} --auto-strategy --device cpu --micro-batch-size 1"

@@ -25,6 +25,7 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShape
 from rapidformer_templates.switches.auto_strategy.setup_memory import SetupMemory, setup_memory
 from rapidformer_templates.system.workers import Workers, join
 from tests.support.plans import planned
+from tests.support.selection import by_default
 from tests.support.switch_cases import Case, case_of, words
 from tests.support.worker_pool import end_pool, run_in_workers
 
@@ -109,7 +110,9 @@ only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak 
 
 @only_linux
 @pytest.mark.distributed
-@pytest.mark.parametrize("flags", ["", "--fsdp-memory-optimization"], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "flags", by_default(["--fsdp-memory-optimization"], ["", "--fsdp-memory-optimization"]), ids=["ddp", "fsdp"]
+)
 def test_the_predicted_peak_is_measured(flags: str) -> None:
     given = f"--device cpu --lr 1e-3 --train-iters 1 --no-save {flags}".split()
     plan = resolve(LayersJob(given).config, detect("Trainer", "test", device="cpu", world_size=2))

@@ -97,7 +97,7 @@ def test_epochs_are_counted_from_the_data(tmp_path: Path, bert_folder: Path) -> 
     assert planned(flags)["prediction"]["training"]["steps"] == 3 * math.ceil(50 / 16)
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_the_best_layout_shows_its_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +149,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("flags", by_default(ENGINES[:1], ENGINES))
 def test_the_engine_on_tensors_without_data_agrees_with_the_rules(flags: str) -> None:
     """Both are compared with real runs elsewhere: benchmarks/planner.py, and test_own_hooks.py for the engine."""
@@ -168,7 +169,7 @@ OF_SIZES = f"{JOB} --auto-strategy --micro-batch-size 1 --global-batch-size 4 --
 OF_SIZES += " --tensor-model-parallel-size 1 --context-parallel-size 1"
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_each_size_has_the_best_layout_of_its_own_search(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -194,7 +195,7 @@ def test_each_size_has_the_best_layout_of_its_own_search(
     assert shown.count("nothing fits: ") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_named_layout_is_compared_by_component(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
