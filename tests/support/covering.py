@@ -20,7 +20,8 @@ LONGEST = 9
 Pair = tuple[str, str]
 
 DEAR = {"torch-compile", "onnx-runtime"}
-"""Switches that take seconds to compile on each worker. They fill no row, and a row with one gets no more workers."""
+"""Switches that take seconds to compile on each worker. They fill no row, are added to no row of four workers, and a row
+with one gets no more workers."""
 
 SLOW: set[Pair] = {("dynamic-shape", "torch-compile"), ("dynamic-shape", "onnx-runtime")}
 """Pairs that occur in only one row each, of at most four switches, because every shape is compiled."""
@@ -75,6 +76,8 @@ def _fits(name: str, row: list[str], missing: Collection[Pair]) -> bool:
         return False
     before, after = smallest(row), smallest(longer)
     if before is None or after is None:
+        return False
+    if name in DEAR and before.world > 2:
         return False
     return not DEAR & set(longer) or after.world <= before.world
 
