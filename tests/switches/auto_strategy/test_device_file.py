@@ -192,8 +192,14 @@ def test_a_kind_is_its_data_sheet_times_what_training_reaches(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("flags", "gigabytes", "devices", "rate"),
     [
-        ("", 4, ["GPUs (DEVICE_MEMORY_GB without --device; --device cpu plans for CPUs)"], "17.9"),
-        ("--device cpu", 4, [], "0.05"),
+        pytest.param(
+            "",
+            4,
+            ["GPUs (DEVICE_MEMORY_GB without --device; --device cpu plans for CPUs)"],
+            "17.9",
+            marks=pytest.mark.longer,
+        ),
+        pytest.param("--device cpu", 4, [], "0.05", marks=pytest.mark.longer),
         ("--device-kind l4-24gb", None, ["GPUs (--device-kind l4-24gb)"], "27.9"),
     ],
 )

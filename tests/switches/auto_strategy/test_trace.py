@@ -54,11 +54,10 @@ same_shapes = cache(shapes)
 VARIANTS = [Variant(samples, how, kind) for samples, kind in ((4, "fp32"), (2, "bf16")) for how in RECOMPUTED]
 NAMES = ("gpt2", "llama", "bert", "t5")
 EVERY = [(name, variant) for name in NAMES for variant in VARIANTS]
-SHORT = [("gpt2", VARIANTS[0]), ("bert", VARIANTS[-1])]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "variant"), by_default(SHORT, EVERY), ids=str)
+@pytest.mark.parametrize(("name", "variant"), by_default([("gpt2", VARIANTS[0])], EVERY), ids=str)
 def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Variant) -> None:
     predicted = same_shapes(name).trace(variant)
     model = real_model(name, 5, variant)

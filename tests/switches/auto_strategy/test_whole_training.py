@@ -68,17 +68,15 @@ def test_a_training_is_its_steps() -> None:
     assert again["training"]["mfu"] * again["step_seconds"] == pytest.approx(training["mfu"] * seconds)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "more",
-    by_default(
-        ["--tensor-model-parallel-size 2"],
-        [
-            "--tensor-model-parallel-size 2",
-            "--pipeline-model-parallel-size 2",
-            "--context-parallel-size 2",
-            "--fsdp-memory-optimization",
-        ],
-    ),
+    [
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 2",
+        "--fsdp-memory-optimization",
+    ],
 )
 def test_layouts_do_not_change_the_work(more: str) -> None:
     plain, divided = (planned(f"{GPUS} --price-per-hour 1 {flags}")["prediction"] for flags in ("", more))
