@@ -20,8 +20,8 @@ LONGEST = 9
 Pair = tuple[str, str]
 
 DEAR = {"torch-compile", "onnx-runtime"}
-"""Switches that take seconds to compile on each worker. They fill no row, are added to no row of four workers, and a row
-with one gets no more workers."""
+"""Switches that take seconds to compile on each worker. They fill no row and are added to no row of four workers, and a
+row with one gets no more workers."""
 
 SLOW: set[Pair] = {("dynamic-shape", "torch-compile"), ("dynamic-shape", "onnx-runtime")}
 """Pairs that occur in only one row each, of at most four switches, because every shape is compiled."""
