@@ -1,18 +1,14 @@
 """Contests: turns of loops and functions in new processes, ratios, and the answer to a question."""
 
-import argparse
 import itertools
 import os
 from collections import Counter
 from contextlib import closing
-from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from benchmarks.__main__ import QUESTIONS, answer_to, main
-from benchmarks.contest import Contest, Flag, bootstrap, mean_sd, median_sd, table
+from benchmarks.contest import Contest, bootstrap
 from benchmarks.workers import Ended, Loop, StepDone, run_in_workers
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import join
@@ -44,35 +40,6 @@ def test_the_interval_holds_what_drawing_anew_gives() -> None:
     low, high = bootstrap(lambda values: values.mean(axis=1), np.array([0.0, 1.0]))
     assert (low, high) == (0.0, 1.0)  # one of the two, drawn twice
     assert bootstrap(lambda a, b: (a - b).max(axis=1), np.arange(9.0), np.arange(9.0)) == (0.0, 0.0)  # same indices
-
-
-def test_a_table_is_made_of_formats_and_functions(capsys: pytest.CaptureFixture[str]) -> None:
-    columns = {"way": "{name}", "speed": "{rate:,.1f}", "more": lambda row: mean_sd(row["values"])}
-    Console(width=80).print(table("a title", [{"name": "ours", "rate": 1234.56, "values": [1.0, 3.0]}], columns))
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("a title", "way", "ours", "1,234.6", "2.00 ± 1.41"))
-    assert median_sd([1.0, 2.0, 6.0], ".1f") == "2.0 ± 2.6"
-
-
-def test_flags_refuse_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    for flag in (Flag("rounds", 3, "turns"), Flag("size", 1.5, "GB"), Flag("bf16", False, "narrow")):
-        flag.add(parser)
-    assert vars(parser.parse_args(["--size", "2", "--bf16"])) == {"rounds": 3, "size": 2.0, "bf16": True}
-    for words in (["--rounds", "0"], ["--size", "-1"], ["--rounds", "1.5"]):
-        with pytest.raises(SystemExit):
-            parser.parse_args(words)
-    assert "must be more than 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_every_question_has_its_flags(question: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main([question, "--help"])
-    assert raised.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(f"--{flag.name}" in shown for flag in answer_to(question).flags)
-    assert QUESTIONS[question][1] in " ".join(shown.split())
 
 
 def _counting(log: list[tuple[str, int]], name: str) -> Loop:
@@ -180,29 +147,3 @@ def test_functions_run_in_new_processes_and_the_first_error_is_raised() -> None:
     assert run_in_workers(_fails, "7") == ["7"]
     with pytest.raises(RapidformerError, match="this one is broken"):
         run_in_workers(_fails, "1", workers=2)
-
-
-class _Line:
-    """A line on which the others take 100 seconds for each of their turns."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def send(self, told: tuple[float, float]) -> None:
-        self.told = told[0]
-
-    def recv(self) -> int:
-        self.now += 100
-        return 4
-
-
-def test_the_clock_stands_while_others_have_their_turn() -> None:
-    line: Any = _Line()
-    step_done = StepDone(line, lambda: line.now)
-    step_done.begin()
-    for _ in range(9):
-        line.now += 1
-        step_done()
-    assert step_done.seconds == 9
-    assert line.told == 8
-    assert line.now == 9 + 3 * 100  # before the first step, after the fourth and after the eighth

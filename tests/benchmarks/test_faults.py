@@ -1,17 +1,14 @@
 """Runs that are killed or broken, and resumed."""
 
 import json
-import socket
 from collections import Counter
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import faults
 from benchmarks.__main__ import main
-from benchmarks.faults import FaultReport, Kill, Layout, Life, Solution, Victim, first_error, run_faults
+from benchmarks.faults import FaultReport, Kill, Layout, Life, Solution, run_faults
 from benchmarks.killed import Ours, Place, TransformersTrainer, difference
 
 OURS = Ours()
@@ -39,21 +36,6 @@ def test_runs_of_two_workers_are_killed_and_continue(tmp_path: Path) -> None:
     assert report.complete == report.identical > 0
 
 
-def test_a_third_of_the_kills_of_several_workers_is_in_saves_and_a_third_in_exchanges() -> None:
-    group = Solution(Ours("ddp"), workers=4)
-    kills: list[Kill] = []
-    moments = group.moments(0, LIFE)
-    for number in range(900):
-        kills.append(next(moments))
-        group.has_struck = number % 3 > 0  # every third moment comes after the end of the run
-    struck = [kill for number, kill in enumerate(kills) if number % 3]
-    counts = Counter((kill.victim, kill.place) for kill in struck)
-    assert set(counts) == {(victim, place) for victim in Victim for place in (Place.SAVE, Place.EXCHANGE, None)}
-    assert max(counts.values()) - min(counts.values()) <= 1
-    assert {kill.worker for kill in kills} == {0, 1, 2, 3}
-    assert all(kill.after <= (1.5 if kill.place else 2.0) for kill in kills)
-
-
 def test_files_that_only_a_killed_run_has_are_leftovers(tmp_path: Path) -> None:
     class Stub(Solution):
         def __init__(self) -> None:
@@ -71,21 +53,6 @@ def test_files_that_only_a_killed_run_has_are_leftovers(tmp_path: Path) -> None:
     report = run_faults(Stub(), kills=2, folder=tmp_path)
     assert report.leftovers == ["run-1: .tmp/rapidformer-x"]
     assert (report.slowest, report.flawless) == ((3.0, "run-1: all, step"), False)
-
-
-def test_moments_cover_the_life_and_half_of_them_the_saves() -> None:
-    solution = Solution(OURS)
-    kills = []
-    for kill in islice(solution.moments(0, LIFE), 400):
-        solution.has_struck = True
-        kills.append(kill)
-    in_saves = [kill.into for kill in kills if kill.place is Place.SAVE]
-    assert len(in_saves) == 200
-    assert 0 <= min(in_saves) < 0.002
-    assert 0.022 < max(in_saves) <= 0.024  # slightly longer than the usual save
-    others = [kill for kill in kills if kill.place is None]
-    assert min(kill.after for kill in others) < 0.1
-    assert 1.9 < max(kill.after for kill in others) <= 2.0
 
 
 def test_a_difference_is_named() -> None:
@@ -127,32 +94,3 @@ def test_faults_of_two_workers_are_reported_and_the_run_continues(tmp_path: Path
     assert rows["a flipped bit in a weight"]["printed"].startswith("after step 9 worker 0 on node and worker 1 on node")
     assert "worker 1 on node" in rows["NaN in the loss"]["printed"]
     assert all(row["left_at_the_end"] == [] for row in rows.values())
-
-
-def test_the_first_error_of_a_log_and_its_place_are_shown() -> None:
-    host = socket.gethostname()
-    log = f"step 7/12\nerror: worker 1 on {host} hangs\n  where  train.py:8\n  help   wait\nerror: other\n"
-    assert first_error(log) == "worker 1 on node hangs; train.py:8"
-    assert first_error("error: a\n  help   b\n") == "a"
-    assert first_error("step 7/12\nstep 9/12  saved\n") == "step 9/12  saved"
-    assert first_error("") == ""
-
-
-@pytest.mark.parametrize(("difference", "status"), [(None, 0), ("weights, entry 1: w", 1)])
-def test_a_run_that_does_not_continue_decides_the_status(
-    difference: str | None, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Stub:
-        def __init__(self, engine: str, folder: Path) -> None:
-            self.engine = engine
-
-        def provoke(self, fault: str) -> dict[str, Any]:
-            seen = {"engine": self.engine, "fault": fault, "seconds": 0.3, "printed": "a worker is gone", "status": 1}
-            return seen | {"left": [], "resumed": True, "difference": difference}
-
-    monkeypatch.setattr(faults, "Layout", Stub)
-    assert main(["fault-table", "--engine", "ddp"]) == status
-    assert "a worker is gone" in capsys.readouterr().out
-    assert main(["fault-table", "--engine", "fsdp", "--fault", "kill"]) == status
-    shown = capsys.readouterr().out
-    assert {name for name in ("kill", "NaN") if name in shown} == {"kill"}

@@ -18,7 +18,6 @@ from benchmarks import (
     overhead,
     packing,
     padding,
-    peers,
     preprocess,
     reading,
     saving,
@@ -29,12 +28,10 @@ from benchmarks import (
 from benchmarks.__main__ import main
 from benchmarks.contest import why_absent
 from benchmarks.overhead import CONTENDERS, OURS, PACKAGES, measure_overhead
-from benchmarks.preprocess import FAST, PLAIN, SAME, Place, Row
+from benchmarks.preprocess import FAST, PLAIN, SAME, Place
 from benchmarks.saving import DISK, PAST_CACHE, Stalls, State
-from benchmarks.setup_memory import notes
 from benchmarks.small_gpt import FUSED, WHOLE
-from rapidformer_templates.errors import DataError, RapidformerError
-from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.errors import RapidformerError
 from tests.support.demo import needs_packages
 
 Ask = Callable[..., tuple[Any, str]]
@@ -150,12 +147,6 @@ def test_every_way_to_pad_has_the_budget_and_the_whole_text(unequal: Any) -> Non
     assert fills[padding.RANDOM] < min(fills[padding.GROUPED], fills[padding.UNCAPPED])
 
 
-def test_ratios_of_rates_and_their_interval() -> None:
-    slow, fast = np.array([[2.0, 10], [2.0, 30]]), np.array([[1.0, 20], [1.0, 40]])
-    # The bounds are those of the second round drawn twice, and of the first.
-    assert padding._over(fast, slow) == pytest.approx((3, 40 / 15, 4), abs=1e-3)
-
-
 def test_ways_to_pad(unequal: Any, ask: Ask) -> None:
     result, shown = ask("padding --rounds 1 --steps 1")
     assert [row["name"] for row in result["ways"]] == list(padding.ways(unequal.lengths))
@@ -169,13 +160,6 @@ def test_ways_to_pad(unequal: Any, ask: Ask) -> None:
 @pytest.mark.exhaustive
 def test_the_demo_beside_transformers(ask: Ask) -> None:
     assert "× transformers, dynamic padding; goal 1.4 ×" in ask("peers --repeats 1 --train 96 --held-out 16")[1]
-
-
-def test_ratios_are_taken_within_a_repeat() -> None:
-    speeds = {peers.OURS: (30.0, 10.0), "transformers, dynamic padding": (20.0, 5.0)}
-    runs = {name: [{"samples_per_second": speed} for speed in values] for name, values in speeds.items()}
-    assert peers.ratios(runs, "transformers, dynamic padding") == [1.5, 2.0]
-    assert {peers.OURS, *peers.GOALS} == peers.SOLUTIONS.keys()
 
 
 absent = [name for name in ("megatron", "gigatoken") if importlib.util.find_spec(name) is None]
@@ -197,19 +181,6 @@ def test_preprocessing(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "all wrote the same .bin and .idx files, byte for byte" in shown
 
 
-def test_a_smaller_corpus_begins_a_larger_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("small", 0.05), ("large", 0.3)):
-        texts.write_corpus(tmp_path / name, size)
-    small, large = ((tmp_path / name).read_bytes() for name in ("small", "large"))
-    assert large.startswith(small)
-    assert len(small) >= 50_000
-    rows = [json.loads(line) for line in large.splitlines()]
-    assert len({row["id"] for row in rows if row["text"].strip()}) == len(rows)
-    monkeypatch.setattr(texts, "_documents", lambda: iter([("one", "x" * 1_990_000)]))
-    with pytest.raises(DataError, match="this machine has 2 MB of text"):
-        texts.write_corpus(tmp_path / "all", 3)
-
-
 def test_who_makes_other_files_or_fails_is_found_out(tmp_path: Path) -> None:
     place = Place(tmp_path, {}, 1)
     for name, end in itertools.product((PLAIN, SAME), ("bin", "idx")):
@@ -221,29 +192,6 @@ def test_who_makes_other_files_or_fails_is_found_out(tmp_path: Path) -> None:
     for run in (preprocess._run, preprocess._peak_memory):
         with pytest.raises(RapidformerError, match="a command failed"):
             run([sys.executable, "-c", "raise SystemExit('no')"])
-
-
-def test_memory_of_all_processes_is_counted() -> None:
-    child = "b = bytearray(b'x') * 40_000_000; import time; time.sleep(0.6)"
-    alone = preprocess._peak_memory([sys.executable, "-c", child])
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}]); b = 1"
-    assert 40e6 < alone < 80e6
-    assert alone < preprocess._peak_memory([sys.executable, "-c", program]) < alone + 20e6
-
-
-def test_ratios_and_verdicts() -> None:
-    rows = [
-        Row(PLAIN, [11.0, 9.0, 10.0], 2.0, {10: 100, 100: 100}),
-        Row(SAME, [6.0], 2.0, {10: 100, 100: 150}),
-        Row(FAST, [2.5], 2.0, {10: 100, 100: 105}),
-    ]
-    assert preprocess.ratios(rows, SAME) == pytest.approx((10 / 6, 2.0))
-    assert preprocess._notes(rows)[1:] == [
-        f"{SAME}: 1.67 × (the lower of the two); goal 1.5 ×: reached",
-        f"{SAME}: peak memory 1.50 × that of the small corpus: it grows",
-        f"{FAST}: 4.00 × (the lower of the two); goal 8 ×: missed",
-        f"{FAST}: peak memory 1.05 × that of the small corpus: flat",
-    ]
 
 
 def test_readers(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,32 +219,12 @@ def test_ways_to_save(ask: Ask, tmp_path: Path) -> None:
     assert "× the disk's own write + fsync (median); goal 0.85 ×" in shown
 
 
-def test_ours_holds_the_state_of_a_training(tmp_path: Path) -> None:
-    state = State(0.004)
-    saving._save(state, tmp_path)
-    reader = checkpoint.Reader(tmp_path / "step-1")
-    for kind, tensors in state.tensors.items():
-        assert reader.names(kind) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            assert reader.read(kind, name, (0,) * tensor.ndim, tensor.shape).equal(tensor)
-    assert {name.rpartition("/")[2] for name in state.tensors["optimizer"]} == {"exp_avg", "exp_avg_sq", "step"}
-    assert sum(p.numel() for p in saving.bert(1.3).parameters()) * 12 == pytest.approx(1.3e9, rel=0.03)
-
-
 def test_who_writes_less_is_found_out_and_a_stall_is_compared_with_its_copy(tmp_path: Path) -> None:
     with pytest.raises(RapidformerError, match=r"lazy wrote 1 of \d+ bytes, so it does different work"):
         saving._timed(tmp_path / "lazy", lambda path: (path / "file").write_bytes(b"x"), State(0.004))
     stalls = Stalls(None, None)  # type: ignore[arg-type]
     stalls.steps, stalls.copies = [0.3, 0.2], [0.2, 0.2]
     assert stalls.ratios() == pytest.approx([1.5, 1.0])
-
-
-def test_rows_that_miss_the_goal_are_named() -> None:
-    reached = {"engine": "fsdp", "weights": "random", "relative": 1.1}
-    missed = {"engine": "tensor", "weights": "pretrained", "relative": 1.11}
-    reference = {"engine": "ddp", "weights": "random", "relative": 1.9}
-    assert notes([reached, reference]) == ["goal: at most the share and the largest part, and 10% more: reached"]
-    assert notes([reached, missed, reference])[0].endswith("missed (not by tensor, pretrained)")
 
 
 @pytest.mark.distributed

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tables
 from benchmarks.__main__ import main
 from benchmarks.loops import LOOPS
-from benchmarks.tables import TABLES, exclude_other_losses, job_of, why_absent
+from benchmarks.tables import TABLES, exclude_other_losses
 from rapidformer_templates.commands.bench.models import cpu_is_fast_at_bf16
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import switch_options
@@ -19,29 +18,6 @@ def test_flags_and_peers_exist(name: str) -> None:
     for solution in TABLES[name].solutions.values():
         parse(solution.flags.format(folder="/tmp").split(), switch_options())
         assert set(solution.peers) <= LOOPS.keys()
-
-
-def test_layouts_keep_the_global_batch_whatever_divides_the_model() -> None:
-    of = TABLES["parallel"]
-    for name, solution in of.solutions.items():
-        job = job_of(of, "small", name, "cpu", 4, 1)
-        assert (job.global_batch, job.copies) == (4, 4 // solution.divides)
-        assert why_absent(of, name, job, everything=False) is None
-    fewer = job_of(of, "small", "tp 2 × pp 2", "cpu", 2, 1)
-    assert why_absent(of, "tp 2 × pp 2", fewer, everything=False) == (
-        "one copy of the model needs 4 workers, but there are 2"
-    )
-
-
-def test_a_cpu_leaves_out_what_it_is_slow_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = TABLES["mfu"]
-    for name, reason in (("eager", ""), ("compiled", "--all")):
-        job = job_of(of, "tiny", name, "cpu", 1, 1)
-        assert reason in (why_absent(of, name, job, everything=False) or "")
-    monkeypatch.setattr(tables, "cpu_is_fast_at_bf16", lambda: False)
-    job = job_of(TABLES["graph"], "tiny", "mixed", "cpu", 1, 1)
-    assert job.precision == "bf16"
-    assert "bf16" in str(why_absent(TABLES["graph"], "mixed", job, everything=False))
 
 
 def test_who_computes_another_loss_is_found_out() -> None:
