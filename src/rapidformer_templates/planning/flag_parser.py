@@ -12,7 +12,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -194,6 +194,10 @@ def build_parser(prog: str, switch_options: Iterable[type], user: type | None, d
     return parser
 
 
+_remembered_parser = lru_cache(maxsize=4)(build_parser)
+"""The same without a second build: a script, and a test, may parse many times."""
+
+
 def parse(
     argv: Sequence[str],
     switch_options: Mapping[str, type],
@@ -218,7 +222,7 @@ def parse(
             the error names all of them.
     """
     collector = MistakeCollector() if mistakes is None else mistakes
-    parser = build_parser(prog, switch_options.values(), user, description)
+    parser = _remembered_parser(prog, tuple(switch_options.values()), user, description)
     options = [*SECTIONS.values(), *switch_options.values(), *([user] if user else [])]
     script = _by_field(in_code or {}, options, collector)
     words = {name: (value, COMMAND_LINE) for name, value in parse_words(parser, argv, collector).items()}
