@@ -79,16 +79,21 @@ def _forget_worker() -> None:
 
 
 @cache
+def _starts_workers(path: Path) -> bool:
+    source = path.read_text(encoding="utf-8")
+    return "mark.distributed" in source or "mark.accelerator" in source
+
+
+@cache
 def _drives_four(path: Path) -> bool:
     """Whether a file may have tests that start four workers.
 
     The other files run in the test process without the tests of four workers. That process must have more to do than
     this one, which runs the last of these files when its own are done.
     """
-    source = path.read_text(encoding="utf-8")
-    starts = "mark.distributed" in source or "mark.accelerator" in source
-    if not starts or path.relative_to(ROOT).as_posix().startswith(TWO_AT_MOST):
+    if not _starts_workers(path) or path.relative_to(ROOT).as_posix().startswith(TWO_AT_MOST):
         return False
+    source = path.read_text(encoding="utf-8")
     counts = GROUPS.findall(source)
     return not counts or bool(MORE.search(source)) or not set(counts) <= {"1", "2"}
 
@@ -111,12 +116,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs later. Start with the tests that start four workers, because they take longest."""
+    """Mark what runs later. Start with the tests that start four workers, because they take longest.
+
+    Then come other tests that start workers. A file without any ends the pool, and the next one would start it anew.
+    """
     for item in items:
         later = item.path.relative_to(ROOT).as_posix().startswith(LONGER)
         if later and not item.get_closest_marker("exhaustive"):
             item.add_marker("longer")
-    items.sort(key=lambda item: not _drives_four(item.path))
+    items.sort(key=lambda item: (not _drives_four(item.path), not _starts_workers(item.path)))
 
 
 def pytest_collection_finish() -> None:
