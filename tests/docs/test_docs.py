@@ -227,10 +227,6 @@ def _given(config: RunConfig) -> Mapping[str, Any]:
     return {name: value for name, value in config.items() if config.origin(name) != "default" and name not in left_out}
 
 
-def test_many_commands_have_tabs() -> None:
-    assert len(TABBED) > 20
-
-
 @pytest.mark.parametrize("words", TABBED)
 def test_the_file_is_the_command(words: Sequence[str], tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
@@ -252,15 +248,6 @@ def test_the_call_is_the_command(words: Sequence[str]) -> None:
         values["nproc_per_node"] = ast.literal_eval(word.value)
     called = parse([], switch_options(), in_code={name: (value, "a cell") for name, value in values.items()})
     assert _given(called) == _given(parse(words, switch_options()))
-
-
-def test_other_blocks_stay() -> None:
-    for page in (
-        "```bash\nmake demo\n```\n",
-        "```bash\nrapidformer --config my.yaml\n```\n",
-        "```bash\nrapidformer --task causal_lm …\n```\n",
-    ):
-        assert tabs.with_tabs(page) == page
 
 
 LLAMA_70B = {

@@ -42,29 +42,6 @@ def test_results_are_kept_part_by_part(check: Any, tmp_path: Path, monkeypatch: 
     assert {name: part["status"] for name, part in written.items()} == {"good": "ok", "bad": "exit status 3"}
 
 
-def test_all_parts_fit_into_the_limit_of_one_call(check: Any, tmp_path: Path) -> None:
-    found = check.parts(tmp_path, "cuda", tiny=False)
-    names = [part.name for part in found]
-    assert {"tests", "compiled", *(f"utilisation {name}" for name in check.GOALS)} <= set(names)
-    assert names[:3] == ["versions", "rehearsed runs", "tests"]
-    assert max(part.seconds for part in found) < 200
-
-
-def test_goals_are_laid_beside_what_was_measured(check: Any) -> None:
-    ours = {"name": "eager", "ours": True, "utilisation": 0.5}
-    peers = [("plain PyTorch", 0.98), ("transformers' Trainer", 1.3)]
-    table = {"solutions": [ours, *({"name": name, "ours": False, "ratio": ratio} for name, ratio in peers)]}
-    profile = {"host_waits_a_step": {"cudaStreamSynchronize": 0, "cudaEventSynchronize": 1}, "device_idle_share": 0.01}
-    lines = check.verdicts({"utilisation gpt-124m": {"result": table}, "profile gpt-124m": {"result": profile}})
-    assert lines == [
-        "gpt-124m: utilisation: 0.500; goal 0.45: reached",
-        "gpt-124m: over plain PyTorch: 0.980; goal 0.99: missed",
-        "gpt-124m: over transformers' Trainer: 1.300; goal 1.2: reached",
-        "gpt-124m: host reads and waits per step: 0; goal 0",
-        "gpt-124m: device idle 0.01; goal at most 0.02",
-    ]
-
-
 def test_a_profile_is_recorded(check: Any, tmp_path: Path) -> None:
     check.record("tiny", "cpu", tmp_path)
     found = json.loads((tmp_path / "run/profile/summary.json").read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.mistakes import CASES, WORDS, Case, Outcome, as_row, main, prepare, problems_of
+from scripts.mistakes import CASES, Case, Outcome, main, prepare, problems_of
 from scripts.mutations import LINES, with_line
 
 LIGHT = [case for case in CASES if not case.needs_torch]
@@ -41,25 +41,6 @@ def test_mistakes_without_torch_import_no_torch(tmp_path: Path) -> None:
         for case, (status, output, torch) in zip(LIGHT, outcomes, strict=True)
     }
     assert {command: problems for command, problems in found.items() if problems} == {}
-
-
-def test_the_table_is_long_enough_and_each_group_has_cases() -> None:
-    assert len(CASES) >= 45
-    assert {case.group for case in CASES} == {
-        "flag", "peers", "yaml", "files", "rules", "after", "data", "memory", "hooks",
-    }  # fmt: skip
-    assert len({case.command for case in CASES}) == len(CASES)
-
-
-def test_a_row_has_the_error_and_not_the_plan_before_it() -> None:
-    outcome = Outcome(2, "template x\nerror: a | b\n  where  c\n  help   d\n  more\n", 0.124, 0.2)
-    row = as_row(Case("flag", f"{WORDS['scratch']} --x", "a"), outcome)
-    assert row == "| flag | `… --x` | error: a \\| b<br>  where  c<br>  help   d | 2 | 0.12 |"
-
-
-def test_a_wrong_outcome_is_a_problem() -> None:
-    outcome = Outcome(1, "Traceback (most recent call last)", 0.1, 0.1)
-    assert len(problems_of(Case("flag", "--x", "did you mean"), outcome)) == 3
 
 
 def test_the_script_measures_each_command(

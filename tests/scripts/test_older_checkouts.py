@@ -1,7 +1,6 @@
 """The scripts that compare this checkout with an older one, and a resumed run with the rest of an earlier one."""
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from scripts.compare_older import main, numbers
+from scripts.compare_older import main
 from scripts.resume_older import compare
 from tests.support.manual import ROOT
 
@@ -32,17 +31,6 @@ def test_any_difference_is_found(tmp_path: Path, change: float, losses: list[flo
     _write(tmp_path, "older", weight, [4.0, 3.0, 2.0, 1.0])
     _write(tmp_path, "resumed", weight + torch.tensor([[0.0], [change], [0.0]]), losses)
     assert compare(tmp_path) == difference
-
-
-def test_a_missing_step_is_a_difference(tmp_path: Path) -> None:
-    _write(tmp_path, "older", torch.zeros(2, 2), [4.0, 3.0, 2.0, 1.0])
-    _write(tmp_path, "resumed", torch.zeros(2, 2), [2.0])
-    assert math.isnan(compare(tmp_path))
-
-
-def test_numbers_are_named_by_the_texts_of_their_row() -> None:
-    rows = [{"engine": "fsdp", "weights": "random", "peak": 3, "seconds": [1.0, 2.0], "exact": True}]
-    assert dict(numbers({"rows": rows, "steps": 2})) == {"rows [fsdp, random] peak": 3, "steps": 2}
 
 
 def test_a_benchmark_of_both_checkouts_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
