@@ -20,7 +20,6 @@ from rapidformer_templates.switches.auto_strategy import device_file
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.system.workers import Workers
 from tests.support.messages import Says
-from tests.support.selection import by_default
 from tests.support.texts import write_jsonl
 
 TINY = ["mfu", "--scale", "tiny", "--device", "cpu", "--turns", "2"]
@@ -43,6 +42,7 @@ def test_one_configuration_is_measured(tmp_path: Path, bert_folder: Path) -> Non
     assert result["flags"] == flags
 
 
+@pytest.mark.longer
 def test_a_model_of_known_size_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--steps-a-turn", "2", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "mfu.json").read_text())
@@ -60,6 +60,7 @@ def test_a_model_of_known_size_is_measured(tmp_path: Path, capsys: pytest.Captur
     assert "wall time" not in shown  # the results of the run itself
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_several_workers_and_more_flags_are_measured(tmp_path: Path) -> None:
@@ -183,7 +184,8 @@ def test_factors_of_steps_are_recovered() -> None:
     assert fit_factors({"replicas": Timing(products=2.0)}, {"replicas": 3.0}) == (1.5, 1.0)  # nothing is exchanged
 
 
-@pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
+@pytest.mark.longer
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_reference_model_is_predicted_in_each_layout(precision: str, tmp_path: Path) -> None:
     file = tmp_path / "device.json"
     exchanges = {kind: device_file.ExchangeRate(i * 1e-4, 0.5) for i, kind in enumerate(device_file.EXCHANGES)}

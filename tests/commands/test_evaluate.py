@@ -19,6 +19,7 @@ from tests.support.messages import Says
 from tests.support.preference_runs import judged, pairs, pretrained, scored, words
 from tests.support.programs import run_script
 from tests.support.scored import Scored
+from tests.support.selection import by_default
 from tests.support.texts import write_jsonl
 from tests.support.worker_pool import run_in_workers
 
@@ -109,10 +110,13 @@ def evaluate_all(workers: Any, runs: Mapping[str, list[str]]) -> dict[str, dict[
 
 
 @pytest.mark.distributed
-def test_the_numbers_of_every_task(tmp_path: Path, bert_folder: Path, gpt_folder: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("names", by_default([["tags"]], [["tags"], [name for name in ROWS if name != "tags"]]))
+def test_the_numbers_of_every_task(
+    names: list[str], tmp_path: Path, bert_folder: Path, gpt_folder: Path, capsys: Any
+) -> None:
     wanted: dict[str, dict[str, float]] = {}
     given: dict[str, list[str]] = {}
-    for name in ROWS:
+    for name in names:
         folder = tmp_path / name.replace(" ", "-")
         folder.mkdir()
         wanted[name] = train(folder, name, gpt_folder if "gpt2" in TASKS[name] else bert_folder, gpt_folder)
@@ -175,6 +179,7 @@ def test_other_data_in_the_folder_of_the_run(tmp_path: Path, capsys: Any, bert_f
     assert run_in_workers(2, evaluate_with_bar, words) == [(18, 18, True), (18, 18, False)]
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_numbers_that_are_none(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
     """A broken model produces these numbers, which JSON cannot represent."""
@@ -193,6 +198,7 @@ def test_numbers_that_are_none(tmp_path: Path, capsys: Any, bert_folder: Path) -
         assert set(told["prediction"]["scores"].values()) == {None}
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_nothing_is_measured_over_no_target(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
     train(tmp_path, "hidden words", bert_folder, bert_folder)
@@ -201,6 +207,7 @@ def test_nothing_is_measured_over_no_target(tmp_path: Path, capsys: Any, bert_fo
     assert told == {"eval_loss": None, "perplexity": None, "token_accuracy": 0.0}
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_pretraining(tmp_path: Path, capsys: Any, gpt_folder: Path, says: Says) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS * 6])
@@ -305,6 +312,7 @@ def test_a_script_with_its_own_model_and_data(
     says.command(f"evaluate {tmp_path}/model --user-script {script}")
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_a_script_with_its_own_metrics(
     tmp_path: Path, bert_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -102,11 +102,11 @@ def test_the_output_has_the_format_of_its_name(tmp_path: Path, bert: Path) -> No
         tmp_path / "rows.jsonl", [{"text": t, "list": [i, 2], "none": None} for i, t in enumerate(texts)]
     )
     wanted = predict(bert, source, tmp_path / "out.jsonl")
-    for name in ("out.json", "out.parquet", "out.csv", "out.tsv", "out.csv.gz", "out.TSV"):
+    for name in ("out.json", "out.parquet", "out.csv.gz", "out.TSV"):
         assert main(["predict", str(bert), "--input", str(source), "--output", str(tmp_path / name)]) == 0
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == wanted
     assert pq.read_table(tmp_path / "out.parquet").to_pylist() == wanted
-    for name, delimiter in (("out.csv", ","), ("out.tsv", "\t"), ("out.csv.gz", ","), ("out.TSV", "\t")):
+    for name, delimiter in (("out.csv.gz", ","), ("out.TSV", "\t")):
         frame = pandas.read_csv(tmp_path / name, sep=delimiter, keep_default_na=False)
         keys = ("label", "score", "scores.bad", "scores.good")
         assert list(frame) == ["text", "list", "none", *(f"prediction.{key}" for key in keys)]
@@ -133,6 +133,7 @@ def test_what_is_refused(tmp_path: Path, bert: Path, says: Says) -> None:
     says.command(f"predict {bert} --output {tmp_path}/out.jsonl")
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_a_run_of_adapters(tmp_path: Path, gpt_folder: Path) -> None:
     start = pretrained(tmp_path / "start", gpt_folder)

@@ -22,6 +22,7 @@ from rapidformer_templates.planning.config import RunConfig, settable_by_files, 
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.messages import Says
+from tests.support.selection import by_default
 
 jsonschema: Any = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install jsonschema")
 ROOT = Path(__file__).parents[2]
@@ -138,11 +139,12 @@ def _answer(words: list[str]) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-def test_a_command_written_as_a_file_is_the_same_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", by_default([0], range(5)))
+def test_a_command_written_as_a_file_is_the_same_command(part: int, tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     commands = _commands()
     assert len(commands) > 150
-    for command in commands:
+    for command in commands[part::5]:
         words = shlex.split(command)
         try:
             config = plan_request(words)[0]

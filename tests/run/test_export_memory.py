@@ -18,10 +18,10 @@ from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.measured_export import Weights, growth_of_process
-from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = [
+    pytest.mark.longer,
     pytest.mark.distributed,
     pytest.mark.skipif(sys.platform != "linux", reason="reads the memory from /proc"),
 ]
@@ -97,7 +97,7 @@ def _export_of_a_sharding_engine(workers: Workers, folder: Path) -> float:
 CASES = [(_export_checkpoint, 1), (_merge, 1), (_export_of_a_sharding_engine, 2)]
 
 
-@pytest.mark.parametrize(("export", "world"), by_default(CASES[1:2], CASES))
+@pytest.mark.parametrize(("export", "world"), CASES)
 def test_an_export_needs_little_memory(export: Callable[[Workers, Path], float], world: int, tmp_path: Path) -> None:
     grown = run_in_workers(world, export, tmp_path)
     assert max(grown) < BOUND

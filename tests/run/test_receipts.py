@@ -60,8 +60,28 @@ def _config(found: Combination) -> Any:
     return REGISTRY.complete(combinations.parsed((*combinations.STEPS.split(), *found.flags)))
 
 
+LONGER = {
+    *("context-parallel", "cpu-offload", "deepspeed-config", "distributed-optimizer", "dynamic-shape"),
+    *(
+        "expert-parallel",
+        "flash-attention",
+        "fsdp-options",
+        "fused-linear-cross-entropy",
+        "gradient-accumulation",
+        "hybrid-sharding",
+    ),
+    *("mixture-of-experts", "nvme-offload", "onnx-runtime", "optimizer", "oss", "sdp", "sequence-parallel"),
+    *("tensor-parallel", "torch-compile", "zero-1", "zero-3"),
+}
+"""For ``make test-longer``. Others of the same kind are forgotten in ``make test``."""
+
+
+def _mark(name: str, act: str) -> Any:
+    return pytest.mark.exhaustive if act != "all" else pytest.mark.longer if name in LONGER else ()
+
+
 CASES = [
-    pytest.param(s.name, act, id=f"{s.name}-{act}", marks=() if act == "all" else pytest.mark.exhaustive)
+    pytest.param(s.name, act, id=f"{s.name}-{act}", marks=_mark(s.name, act))
     for s in REGISTRY.switches
     if s.name not in ELSEWHERE
     for act in _acts(s.name)

@@ -214,8 +214,9 @@ KILLED = [  # (workers, steps between checkpoints, how the run continues)
 ]
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
-@pytest.mark.parametrize(("workers", "saves", "expected"), by_default(KILLED[:1], KILLED))
+@pytest.mark.parametrize(("workers", "saves", "expected"), KILLED)
 def test_a_killed_worker_costs_the_steps_since_a_save(workers: int, saves: str, expected: str, tmp_path: Path) -> None:
     flags = ["--nproc-per-node", str(workers), "--min-workers", "1", "--save-interval", saves]
     told = start(tmp_path, *flags, "--save", str(tmp_path / "run"))

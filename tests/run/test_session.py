@@ -166,7 +166,7 @@ def in_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", by_default(("zero-3", "pipeline"), LAYOUTS))
+@pytest.mark.parametrize("layout", by_default(["pipeline"], LAYOUTS))
 def test_own_loop_has_the_losses_of_a_run(layout: str, run: list[float], in_workers: list[dict[str, Any]]) -> None:
     assert len(run) == own_loop.STEPS
     for found in in_workers:
