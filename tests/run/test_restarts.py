@@ -18,6 +18,7 @@ from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_
 from rapidformer_templates.system.processes import Failure
 from rapidformer_templates.system.workers import Workers
 from tests.support.dropout_runs import DropoutJob
+from tests.support.lines import Died
 from tests.support.messages import Says
 from tests.support.parity import trained
 from tests.support.selection import by_default
@@ -205,6 +206,28 @@ def assert_losses_of_one_process(folder: Path, flags: str = "--min-workers 1") -
     lines = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [line["loss"] for line in lines] == pytest.approx(wanted, rel=1e-5)
+
+
+def die_in_step_5(workers: Workers, flags: list[str]) -> None:
+    died = DropoutJob(flags)
+    died.dies_after = 5
+    with pytest.raises(Died):
+        died.fit()
+
+
+@pytest.mark.distributed
+def test_the_remaining_worker_has_the_losses_of_one_process(pauses: list[float], tmp_path: Path) -> None:
+    flags = f"{BATCH} --train-iters 8 --no-export-model --min-workers 1 --save-interval 2 --save {tmp_path}/run".split()
+
+    def attempt(workers: int, changes: Flags) -> None:
+        if not changes:
+            run_in_workers(workers, die_in_step_5, flags)
+            raise killed()
+        assert (workers, changes["resume"]) == (1, True)
+        DropoutJob([*flags, "--resume"]).fit()
+
+    run_with_restarts(DropoutJob([*flags, "--nproc-per-node", "2"]), attempt)
+    assert_losses_of_one_process(tmp_path)
 
 
 KILLED = [  # (workers, steps between checkpoints, how the run continues)

@@ -307,10 +307,10 @@ def test_a_worker_that_leaves_is_named(how: str, tmp_path: Path) -> None:
 
 
 class BusyStore:
-    """The store of 300 workers that all make progress, which is slow to answer. It counts its requests."""
+    """The store of 300 workers, which is slow to answer. All but the stopped one make progress. It counts requests."""
 
-    def __init__(self) -> None:
-        self.checks, self.reads, self.beat = 0, 0, 0
+    def __init__(self, stopped: int | None) -> None:
+        self.stopped, self.checks, self.reads, self.beat = stopped, 0, 0, 0
 
     def clone(self) -> Self:
         return self
@@ -325,20 +325,30 @@ class BusyStore:
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.reads, self.beat = self.reads + 1, self.beat + 1
-        return [json.dumps(self.activity | {"beat": self.beat}).encode() for _ in keys]
+        beats = {f"watch/{self.stopped}": 0}
+        return [json.dumps(self.activity | {"beat": beats.get(key, self.beat)}).encode() for key in keys]
 
 
-def test_a_busy_store_is_asked_little_and_nobody_is_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stopped", [None, 7])
+def test_a_busy_store_is_asked_little_and_only_a_worker_that_stands_still_is_blamed(
+    stopped: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "BEAT", 0.01)
-    blamed: list[BaseException] = []
+    blamed: list[Any] = []
     monkeypatch.setattr(watch, "report_error", blamed.append)
-    store: Any = BusyStore()
+    store: Any = BusyStore(stopped)
     watching = HangWatch(PhaseClock())
     watching.longest[STEP] = 0.01
     watching.enter(STEP, 5)
     with watching.running(Silent(1, 1, 300, torch.device("cpu"), store=store), 0.8, None, lambda: ""):
-        wait_until(lambda: store.reads >= 2, "the worker is overdue and does not ask what the others do")
-    assert (blamed, store.checks) == ([], store.reads)
+        wait_until(
+            lambda: bool(blamed) if stopped else store.reads >= 2,
+            "the worker is overdue and does not ask what the others do",
+        )
+    assert store.checks == store.reads
+    assert bool(blamed) == bool(stopped)
+    if stopped:
+        assert re.search(r": worker 7 on \S+ does not respond \(stopped or gone\); last seen: ", blamed[0].message)
 
 
 class Silent(Workers):
