@@ -42,16 +42,6 @@ def test_no_held_out_tweet_is_trained_on(tmp_path: Path) -> None:
     assert {row["label"] for row in train} == {"negative", "neutral", "positive"}
 
 
-@needs_packages
-def test_the_seed_decides_the_draw(tmp_path: Path) -> None:
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        make_demo_data(tmp_path / name, train=20, held_out=5, seed=seed)
-    a, b, c = ((tmp_path / name / "tweets-train.csv").read_bytes() for name in "abc")
-    assert a == b != c
-    with pytest.raises(DataError, match="the corpus holds 37243 tweets, not 41000"):
-        make_demo_data(tmp_path, train=40_000, held_out=1000)
-
-
 @pytest.mark.longer
 @needs_packages
 @pytest.mark.slow

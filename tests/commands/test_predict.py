@@ -11,9 +11,8 @@ import pandas
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, GPT2LMHeadModel, pipeline
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, pipeline
 
-from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
 from tests.support.messages import Says
 from tests.support.preference_runs import pretrained, words
@@ -131,20 +130,3 @@ def test_what_is_refused(tmp_path: Path, bert: Path, says: Says) -> None:
             says.command(f"predict {bert} --input {source} --output {tmp_path}/out.jsonl {more} --nproc-per-node 2")
     run_workers.assert_not_called()
     says.command(f"predict {bert} --output {tmp_path}/out.jsonl")
-
-
-@pytest.mark.longer
-@pytest.mark.slow
-def test_a_run_of_adapters(tmp_path: Path, gpt_folder: Path) -> None:
-    start = pretrained(tmp_path / "start", gpt_folder)
-    source = write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in TEXTS])
-    flags = f"--task causal_lm --pretrained-model-name-or-path {start} --data-dir {tmp_path} --lora-rank 2 --lr 0.1"
-    Trainer([*f"{flags} --train-iters 2 --seq-length 32 --save {tmp_path / 'run'}".split()]).fit()
-    assert main(["export", str(tmp_path / "run"), "--merge"]) == 0
-    told = predict(tmp_path / "run", source, tmp_path / "out.jsonl", "--max-new-tokens", "4")
-    assert told == predict(tmp_path / "run/merged", source, tmp_path / "merged.jsonl", "--max-new-tokens", "4")
-    tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
-    model = GPT2LMHeadModel.from_pretrained(tmp_path / "run/merged")
-    ids = tokenizer(TEXTS[0], return_tensors="pt")["input_ids"]
-    alone = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-    assert told[0]["prediction"]["text"] == tokenizer.decode(alone, skip_special_tokens=True)

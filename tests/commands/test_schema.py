@@ -90,16 +90,6 @@ def test_files_of_the_repository(text: str) -> None:
     assert [error.message for error in VALIDATOR.iter_errors(yaml.safe_load(text))] == []
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["WandB", " wandb , TensorBoard", "ALL", "None", ["WandB"], ["wandb", "MLflow"], ["all"], "wandbb", "wandb;mlflow",
-     ["x"], [1], "allwandb"],
-)  # fmt: skip
-def test_trackers_in_small_and_capital_letters(value: Any) -> None:
-    config = REGISTRY.complete(RunConfig())
-    assert VALIDATOR.is_valid({"report-to": value}) == _parses(config, "report_to", value)
-
-
 def test_it_has_the_flags_of_a_script(capsys: pytest.CaptureFixture[str], says: Says) -> None:
     assert main(["schema", "--user-script", str(ROOT / "examples/new/trainer.py")]) == 0
     own = json.loads(capsys.readouterr().out)["properties"]["width"]
@@ -238,10 +228,3 @@ def test_every_command_and_every_flag_are_offered(answers: dict[str, set[str]]) 
     assert len(flags) > 140
     assert flags <= answers["rapidformer --"]
     assert flags | {"--world-size", "--yaml"} <= answers["rapidformer plan --"]
-
-
-@pytest.mark.parametrize("shell", ["zsh", "tcsh", "fish", "powershell"])
-def test_other_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    text = capsys.readouterr().out
-    assert all(word in text for word in ("fsdp-memory-optimization", "causal_lm", *COMMANDS))

@@ -93,14 +93,6 @@ def test_passes_over_rows_that_are_not_samples(batches: str, gpt_folder: Path, t
         assert counted["steps"] == 2 * -(-by_epochs["steps"] // 4)
 
 
-@pytest.mark.parametrize("place", ["command line", "script"])
-def test_the_steps_are_printed(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--train-iters 0.5epochs" if place == "command line" else ""
-    in_code = {"train_iters": "0.5epochs"} if place == "script" else {}
-    assert len(trained(Job(f"{flags} {ACCUMULATED}", **in_code))["curve"]) == 3
-    assert "note       --train-iters 0.5epochs: 3 steps, 6 per epoch" in capsys.readouterr().err
-
-
 def test_hooks_see_the_end_of_each_pass() -> None:
     epochs: list[int] = []
     job = Job(f"--train-iters 2.5epochs {ACCUMULATED}")

@@ -223,17 +223,6 @@ def test_texts_that_go_on(gpt: Path) -> None:
 
 
 @pytest.mark.longer
-def test_a_conversation_without_a_column(gpt: Path) -> None:
-    """Messages are answered by the chat template, alone or in a list, and are never continued as plain text."""
-    opened = open_saved(gpt)
-    messages = [{"role": "user", "content": text} for text in TEXTS[:3]]
-    wanted = records(opened, [{"messages": messages}, {"messages": messages[:1]}], max_new_tokens=4)
-    assert records(opened, [messages, messages[0]], max_new_tokens=4) == wanted
-    older = [{"from": "human", "value": message["content"]} for message in messages]
-    assert records(opened, [older], max_new_tokens=4) == wanted[:1]
-
-
-@pytest.mark.longer
 def test_draws_follow_the_seed(gpt: Path, says: Says) -> None:
     opened = open_saved(gpt)
     before = torch.random.get_rng_state()

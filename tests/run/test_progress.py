@@ -69,13 +69,6 @@ def test_a_resume_tells_what_is_changed_and_left_once(tmp_path: Path, capsys: py
     assert sum("resuming from" in line for line in told) == 1
 
 
-def test_the_results_show_whole_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "runs of [bold] words" / ("long" * 30)
-    Watched([*FLAGS, "--lr", "0.1", "--save", str(folder)]).fit()
-    cells = [line.split("│")[-2].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert f"{folder}/metrics.jsonl".replace(" ", "") in "".join(cells).replace(" ", "")
-
-
 @pytest.mark.parametrize(("iterations", "steps"), [("1", "1 (0.5 epochs)"), ("4", "4 (2 epochs)"), ("5", "5 (2.5 ")])
 def test_the_results_count_epochs_and_show_a_spread(
     iterations: str, steps: str, capsys: pytest.CaptureFixture[str]
@@ -100,15 +93,6 @@ def picture(folder: Path, lines: Sequence[Mapping[str, Any]]) -> np.ndarray[Any,
 
 def train_line(step: int) -> dict[str, Any]:
     return {"step": step, "loss": 2.0 / step, "samples_per_second": 100.0}
-
-
-@pytest.mark.longer
-def test_a_single_point_is_visible(tmp_path: Path) -> None:
-    image = picture(tmp_path, [train_line(1)])
-    blue, green = ((image == color).all(axis=-1) for color in ((31, 119, 180), (44, 160, 44)))
-    # A marker is a disk with a diameter of about 9 pixels at 110 dpi. The throughput has no legend.
-    assert green.sum() > 30
-    assert blue[: len(image) // 2].sum() > green.sum()
 
 
 SPEEDS = {SPEED: {SPEED: [(1, 100.0), (2, 100.0)]}}

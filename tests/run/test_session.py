@@ -242,23 +242,6 @@ def test_running_out_of_memory_names_the_next_step(says: Says) -> None:
         _ = 1 / 0
 
 
-def test_step_that_fails_leaves_no_gradient_and_no_precision() -> None:
-    def fails_at_second(model: nn.Module, batch: Any) -> Any:
-        assert torch.is_autocast_enabled("cpu")
-        if any(parameter.grad is not None for parameter in model.parameters()):
-            raise ZeroDivisionError
-        return model(**batch).loss
-
-    batches = [own_loop.collate(rows) for rows in torch.arange(8).split(4)]
-    flags = {"micro_batch_size": 4, "global_batch_size": 8, "mixed_precision": "bf16"}
-    with compose(own_loop.build_model, None, fails_at_second, lr=1e-3, device="cpu", **flags) as session:
-        with pytest.raises(ZeroDivisionError):
-            session.step(batches)
-        assert not torch.is_autocast_enabled("cpu")
-        assert all(parameter.grad is None for parameter in session.model.parameters())
-        assert session.steps == 0
-
-
 def test_what_a_step_cannot_use_is_told(tmp_path: Path, says: Says) -> None:
     batch = own_loop.collate(torch.arange(1))
     with compose(own_loop.build_model, lr=1e-3, device="cpu") as session:
