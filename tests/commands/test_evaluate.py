@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
@@ -265,15 +264,6 @@ class Own(Trainer):
 
 Own.main(lr=0.1, epochs=2, micro_batch_size=4)
 """
-TASK = """
-from rapidformer_templates import Finetuner
-
-class Counts(Finetuner):
-    def compute_metrics(self, predictions, references):
-        return {**super().compute_metrics(predictions, references), "rows": float(len(references))}
-
-Counts.main(epochs=1, lr=1e-2)
-"""
 
 
 @pytest.mark.slow
@@ -310,50 +300,3 @@ def test_a_script_with_its_own_model_and_data(
     (run / "export").rename(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{}")
     says.command(f"evaluate {tmp_path}/model --user-script {script}")
-
-
-@pytest.mark.longer
-@pytest.mark.slow
-def test_a_script_with_its_own_metrics(
-    tmp_path: Path, bert_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """They equal the metrics of the run, which trains adapters."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    peft = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
-    script, run, data = tmp_path / "counts.py", tmp_path / "run", tmp_path / "data"
-    script.write_text(TASK)
-    data.mkdir()
-    rows = [{"text": f"the {'cat' if i % 3 else 'dog'} {i % 5}", "label": "yes" if i % 3 else "no"} for i in range(12)]
-    for part, of_part in (("train", rows), ("valid", rows[:5]), ("test", rows[5:])):
-        write_jsonl(data / f"{part}.jsonl", of_part)
-    torch.manual_seed(0)
-    tokenizer, base = AutoTokenizer.from_pretrained(bert_folder), tmp_path / "base"
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    words = f"--task sequence_classification --pretrained-model-name-or-path {base} --lora-rank 2 --seq-length 16"
-    words += f" --data-dir {data} --save {run} --evaluate-test --device cpu"
-    assert run_script(script, *words.split()) == 0
-    metrics = json.loads((run / "summary.json").read_text())["metrics"]
-    hooks = ["--user-script", str(script)]
-    of_validation = {name: value for name, value in metrics.items() if not name.startswith("test/")}
-    tested = {name.removeprefix("test/"): value for name, value in metrics.items() if name not in of_validation}
-    of_test = {name.replace("loss", "eval_loss"): value for name, value in tested.items()}
-    assert (of_validation["rows"], of_test["rows"]) == (5, 7)
-    assert evaluate(capsys, run, *hooks) == pytest.approx(of_validation, rel=1e-5)
-    assert evaluate(capsys, run, *hooks, "--part", "test") == pytest.approx(of_test, rel=1e-5)
-    assert evaluate(capsys, run, *hooks, "--data-name", "test.jsonl") == pytest.approx(of_test, rel=1e-5)
-
-    whole = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
-    model = peft.PeftModel.from_pretrained(whole, str(run / "export")).eval()
-    with torch.no_grad():
-        scores = [model(**tokenizer(row["text"], return_tensors="pt")).logits.softmax(1)[0].tolist() for row in rows]
-    inputs = write_jsonl(tmp_path / "rows.jsonl", [{"text": row["text"]} for row in rows[5:]])
-    given, test = ["--input", str(inputs)], ["--part", "test"]
-    for source in (given, test, hooks + test, hooks + given):
-        output = tmp_path / "out.jsonl"
-        assert main(["predict", str(run), *source, "--output", str(output), "--overwrite"]) == 0
-        lines = [json.loads(line) for line in output.read_text().splitlines()]
-        told = [list(line["prediction"]["scores"].values()) for line in lines]
-        assert np.allclose(told, scores[5:], atol=1e-3), source
-        assert [line["text"] for line in lines] == [row["text"] for row in rows[5:]]

@@ -222,20 +222,6 @@ def test_by_samples_and_tokens(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(folder, "eval_loss")] == crossings(tokens, 300)
 
 
-@pytest.mark.longer
-def test_a_resumed_run_goes_on_in_the_same_places(tmp_path: Path) -> None:
-    flags = "--save-interval 300tokens --eval-interval 20samples"
-    whole = train(tmp_path / "whole", flags)
-    job = Job(f"{BY_COUNT} {flags}", save=str(tmp_path / "cut"), no_save=False)
-    with pytest.raises(InterruptedError), mock.patch.object(job, "on_step_end", _dies_in_step(6)):
-        job.fit()
-    cut = train(tmp_path / "cut", f"{flags} --resume")
-    assert saved(cut) == saved(whole)
-    assert (
-        [x["step"] for x in lines(cut, "eval_loss")] == [x["step"] for x in lines(whole, "eval_loss")] == [3, 5, 8, 10]
-    )
-
-
 def _by_clock(workers: Workers, folder: str) -> list[int]:
     """Each reading of the main worker's clock is 20 seconds after the previous one. The other clock does not move."""
     clock = mock.patch.object(run_steps, "now", side_effect=itertools.count(0, 20 if workers.rank == 0 else 0))
