@@ -15,6 +15,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import DataError, ModelError
 from tests.support.demo import needs_packages
 from tests.support.messages import Says
+from tests.support.selection import by_default
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -78,7 +79,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 KINDS = ("finetuner", "pretrainer", "trainer")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_default(["finetuner", "trainer"], KINDS))
 def test_a_new_script_is_planned_and_trains(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -162,6 +162,7 @@ def evaluate_with_bar(workers: Any, words: list[str]) -> tuple[int, int, bool]:
     return bar.call_args.args[1], sum(step.args[0] for step in steps), bar.call_args.kwargs["show"]
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_other_data_in_the_folder_of_the_run(tmp_path: Path, capsys: Any, bert_folder: Path, says: Says) -> None:
     """Test the progress bar, too: each worker has a part of the rows, and the first one shows the progress."""

@@ -73,8 +73,9 @@ def whole(flags: Mapping[str, list[str]]) -> Callable[[str], Curve]:
     return cache(lambda kind: run([*flags[kind], "--micro-batch-size", "4"]))
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", by_default(["dpo"], KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_workers_and_micro_batches_agree(
     kind: str, flags: Mapping[str, list[str]], whole: Callable[[str], Curve]
 ) -> None:

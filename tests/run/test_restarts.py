@@ -21,7 +21,6 @@ from tests.support.dropout_runs import DropoutJob
 from tests.support.lines import Died
 from tests.support.messages import Says
 from tests.support.parity import trained
-from tests.support.selection import by_default
 from tests.support.worker_pool import free_port, run_in_workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,9 +43,10 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", by_default(["ddp"], LAYOUTS))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout_does_not_depend_on_the_number_of_workers(layout: str) -> None:
     count, flags = LAYOUTS[layout]
     alone = dropout_losses(None, f"{STEPS} --min-workers 1")

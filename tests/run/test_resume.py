@@ -60,8 +60,9 @@ def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tm
     assert_same(whole, folder)
 
 
+@pytest.mark.longer
 @pytest.mark.slow
-@pytest.mark.parametrize("deaths", by_default([[5]], [[], [5], [4, 7, 11]]))
+@pytest.mark.parametrize("deaths", [[], [5], [4, 7, 11]])
 def test_saves_in_the_background_resume_bitwise_too(deaths: list[int], whole: Path, tmp_path: Path) -> None:
     for death in deaths:
         run(tmp_path / "run", "--resume", "--async-save", dies_after=death)
