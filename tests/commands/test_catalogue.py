@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.commands.catalogue import CompatibilityTable, compatibility
-from rapidformer_templates.commands.doctor import build_parser as doctor_parser
 from rapidformer_templates.commands.explain import explain
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flags import SECTIONS, flag
-from rapidformer_templates.planning.registry import DOCUMENTS, REGISTRY, in_words, sources_of, switch_options
+from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.switch import Rule
 from scripts.manual import catalogue as document
 from scripts.manual.catalogue import refused_pairs, rule_origin
@@ -47,11 +46,6 @@ def test_every_module_of_the_folder_is_in_the_registry() -> None:
     places = {path.parts[0].removesuffix(".py") for path in modules if path.parts[0] != "__init__.py"}
     declaring = {switch.options.__module__.split(".")[2] for switch in REGISTRY.switches}
     assert declaring == places
-
-
-def test_switches_come_by_their_precedence() -> None:
-    precedences = [switch.precedence for switch in REGISTRY.switches]
-    assert precedences == sorted(precedences)
 
 
 def test_each_code_is_one_rule() -> None:
@@ -100,14 +94,6 @@ def test_explain_shows_an_example_its_answer_and_what_to_do_instead(rule: Rule) 
     assert ("Nothing" in found["What to do instead"]) is not rule.refuses
 
 
-def test_sources_are_words() -> None:
-    known = {part for rule in REGISTRY.all_rules for part in sources_of(rule.source)}
-    assert known >= DOCUMENTS.keys() - {"B"}
-    for part in known:
-        assert len(in_words(f"[{part}]")) > 3
-    assert in_words("[R, torch]") == "Rapidformer parameter reference, torch"
-
-
 @dataclass(frozen=True)
 class MyFlags:
     """Mine"""
@@ -130,18 +116,6 @@ def test_the_short_help_has_the_usual_flags_and_the_long_one_all(capsys: pytest.
     assert {"--task", "--lr", "--save", "--data-dir", "--lora-rank", "--mixed-precision"} < usual < every
     fields = {spelling(f.name) for f in parse([], REGISTRY.options()).fields()}
     assert fields <= every
-
-
-@pytest.mark.parametrize("command", ["plan", "explain", "doctor"])
-def test_the_example_of_a_command_is_accepted(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main([command, "--help"])
-    example = re.findall(r"^example: rapidformer (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert len(example) == 1
-    words = example[0].split()
-    if command == "doctor":
-        assert not doctor_parser().parse_known_args(words[1:])[1]  # the example compiles for minutes
-    else:
-        assert main(words) == 0
 
 
 def test_a_script_has_both_helps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,6 +167,7 @@ class Terminal:
         raise TimeoutError("Ctrl-C is not seen")
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_at_a_terminal(folder: Path) -> None:
     terminal = Terminal(str(folder), "--max-new-tokens", "4000")
@@ -251,6 +252,7 @@ def _assert_same(run: Path) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_from_sft_to_dpo(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     desk, base = Desk(capsys, tmp_path), _write(tmp_path, gpt_folder)

@@ -17,6 +17,7 @@ from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import switch_options
 from tests.support.messages import Says
+from tests.support.selection import by_default
 from tests.support.texts import WORDS, write_jsonl
 
 CONFIGURATIONS = Path(__file__).parents[1] / "support" / "configurations"
@@ -215,7 +216,7 @@ EVERY = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "transformers": TRL}
 EVERY |= {"llama-factory, version 1": {"model": "a", "train_dataset": "b"}, "megatron": {}}
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", by_default(["llama-factory"], EVERY))
 def test_strange_values_raise_errors_for_users_only(name: str, desk: Path) -> None:
     """Each key of the rules has three strange values. It becomes flags, is named, or is refused with a message."""
     kinds = [*SECTIONS.values(), *switch_options().values()]

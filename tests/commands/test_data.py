@@ -129,6 +129,7 @@ def test_merging_is_done_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert contents(indexed_tools.merge([str(prefix)], str(tmp_path / "merged"))) == documents
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_sets_with_modes_are_not_merged(tmp_path: Path, megatron: Any, says: Says) -> None:
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "set.bin"), dtype=np.int32, multimodal=True)

@@ -66,6 +66,7 @@ def test_package_that_raises_and_one_that_is_absent(
     says.text("\n".join(str(found[name]) for name in names))
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_crash_and_hang_on_import_are_findings(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = tmp_path / "hanging"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
@@ -19,6 +18,7 @@ from tests.support.messages import Says
 from tests.support.preference_runs import judged, pairs, pretrained, scored, words
 from tests.support.programs import run_script
 from tests.support.scored import Scored
+from tests.support.selection import by_default
 from tests.support.texts import write_jsonl
 from tests.support.worker_pool import run_in_workers
 
@@ -109,10 +109,13 @@ def evaluate_all(workers: Any, runs: Mapping[str, list[str]]) -> dict[str, dict[
 
 
 @pytest.mark.distributed
-def test_the_numbers_of_every_task(tmp_path: Path, bert_folder: Path, gpt_folder: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("names", by_default([["tags"]], [["tags"], [name for name in ROWS if name != "tags"]]))
+def test_the_numbers_of_every_task(
+    names: list[str], tmp_path: Path, bert_folder: Path, gpt_folder: Path, capsys: Any
+) -> None:
     wanted: dict[str, dict[str, float]] = {}
     given: dict[str, list[str]] = {}
-    for name in ROWS:
+    for name in names:
         folder = tmp_path / name.replace(" ", "-")
         folder.mkdir()
         wanted[name] = train(folder, name, gpt_folder if "gpt2" in TASKS[name] else bert_folder, gpt_folder)
@@ -159,6 +162,7 @@ def evaluate_with_bar(workers: Any, words: list[str]) -> tuple[int, int, bool]:
     return bar.call_args.args[1], sum(step.args[0] for step in steps), bar.call_args.kwargs["show"]
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_other_data_in_the_folder_of_the_run(tmp_path: Path, capsys: Any, bert_folder: Path, says: Says) -> None:
     """Test the progress bar, too: each worker has a part of the rows, and the first one shows the progress."""
@@ -175,6 +179,7 @@ def test_other_data_in_the_folder_of_the_run(tmp_path: Path, capsys: Any, bert_f
     assert run_in_workers(2, evaluate_with_bar, words) == [(18, 18, True), (18, 18, False)]
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_numbers_that_are_none(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
     """A broken model produces these numbers, which JSON cannot represent."""
@@ -193,6 +198,7 @@ def test_numbers_that_are_none(tmp_path: Path, capsys: Any, bert_folder: Path) -
         assert set(told["prediction"]["scores"].values()) == {None}
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_nothing_is_measured_over_no_target(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
     train(tmp_path, "hidden words", bert_folder, bert_folder)
@@ -201,6 +207,7 @@ def test_nothing_is_measured_over_no_target(tmp_path: Path, capsys: Any, bert_fo
     assert told == {"eval_loss": None, "perplexity": None, "token_accuracy": 0.0}
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_pretraining(tmp_path: Path, capsys: Any, gpt_folder: Path, says: Says) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS * 6])
@@ -258,15 +265,6 @@ class Own(Trainer):
 
 Own.main(lr=0.1, epochs=2, micro_batch_size=4)
 """
-TASK = """
-from rapidformer_templates import Finetuner
-
-class Counts(Finetuner):
-    def compute_metrics(self, predictions, references):
-        return {**super().compute_metrics(predictions, references), "rows": float(len(references))}
-
-Counts.main(epochs=1, lr=1e-2)
-"""
 
 
 @pytest.mark.slow
@@ -303,49 +301,3 @@ def test_a_script_with_its_own_model_and_data(
     (run / "export").rename(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{}")
     says.command(f"evaluate {tmp_path}/model --user-script {script}")
-
-
-@pytest.mark.slow
-def test_a_script_with_its_own_metrics(
-    tmp_path: Path, bert_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """They equal the metrics of the run, which trains adapters."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    peft = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
-    script, run, data = tmp_path / "counts.py", tmp_path / "run", tmp_path / "data"
-    script.write_text(TASK)
-    data.mkdir()
-    rows = [{"text": f"the {'cat' if i % 3 else 'dog'} {i % 5}", "label": "yes" if i % 3 else "no"} for i in range(12)]
-    for part, of_part in (("train", rows), ("valid", rows[:5]), ("test", rows[5:])):
-        write_jsonl(data / f"{part}.jsonl", of_part)
-    torch.manual_seed(0)
-    tokenizer, base = AutoTokenizer.from_pretrained(bert_folder), tmp_path / "base"
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    words = f"--task sequence_classification --pretrained-model-name-or-path {base} --lora-rank 2 --seq-length 16"
-    words += f" --data-dir {data} --save {run} --evaluate-test --device cpu"
-    assert run_script(script, *words.split()) == 0
-    metrics = json.loads((run / "summary.json").read_text())["metrics"]
-    hooks = ["--user-script", str(script)]
-    of_validation = {name: value for name, value in metrics.items() if not name.startswith("test/")}
-    tested = {name.removeprefix("test/"): value for name, value in metrics.items() if name not in of_validation}
-    of_test = {name.replace("loss", "eval_loss"): value for name, value in tested.items()}
-    assert (of_validation["rows"], of_test["rows"]) == (5, 7)
-    assert evaluate(capsys, run, *hooks) == pytest.approx(of_validation, rel=1e-5)
-    assert evaluate(capsys, run, *hooks, "--part", "test") == pytest.approx(of_test, rel=1e-5)
-    assert evaluate(capsys, run, *hooks, "--data-name", "test.jsonl") == pytest.approx(of_test, rel=1e-5)
-
-    whole = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
-    model = peft.PeftModel.from_pretrained(whole, str(run / "export")).eval()
-    with torch.no_grad():
-        scores = [model(**tokenizer(row["text"], return_tensors="pt")).logits.softmax(1)[0].tolist() for row in rows]
-    inputs = write_jsonl(tmp_path / "rows.jsonl", [{"text": row["text"]} for row in rows[5:]])
-    given, test = ["--input", str(inputs)], ["--part", "test"]
-    for source in (given, test, hooks + test, hooks + given):
-        output = tmp_path / "out.jsonl"
-        assert main(["predict", str(run), *source, "--output", str(output), "--overwrite"]) == 0
-        lines = [json.loads(line) for line in output.read_text().splitlines()]
-        told = [list(line["prediction"]["scores"].values()) for line in lines]
-        assert np.allclose(told, scores[5:], atol=1e-3), source
-        assert [line["text"] for line in lines] == [row["text"] for row in rows[5:]]

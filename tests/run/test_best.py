@@ -246,18 +246,6 @@ def test_a_request_to_end_is_heard_before(tmp_path: Path) -> None:
     assert run(RISES, *flags, "--resume")["steps"] == 14
 
 
-def _in_workers(workers: Any, folder: str) -> tuple[int, str | None, int]:
-    summary = run(RISES, "--micro-batch-size", "2", "--save", folder, "--early-stopping-patience", "3")
-    return summary["steps"], summary["stopped_early"], summary["best"]["step"]
-
-
-@pytest.mark.distributed
-def test_all_workers_stop_in_the_same_step(tmp_path: Path) -> None:
-    one, other = run_in_workers(2, _in_workers, str(tmp_path))
-    assert one == other
-    assert (one[0], one[2]) == (14, 10)
-
-
 def test_what_could_never_stop_is_refused(says: Says) -> None:
     for flags in ("--epochs 3 --no-keep-best", "--train-iters 30"):
         assert codes(f"{flags} --early-stopping-patience 3") == ["RF111"]

@@ -87,6 +87,7 @@ def test_workers_run_one_call_and_nothing_after_it(tmp_path: Path) -> None:
     assert two == {"name": "two", "earlier": one["folder"]}  # the first process's folder, not a worker's
 
 
+@pytest.mark.longer
 def test_a_worker_that_comes_to_no_call_is_an_error(tmp_path: Path) -> None:
     elsewhere = SCRIPT.replace('note("begins")', "if launch.is_worker(): sys.exit(0)")
     done, _ = run(tmp_path, elsewhere)
@@ -353,6 +354,7 @@ Own.main()
 """
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_plans_of_own_hooks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -374,6 +376,7 @@ OWN_OPTIMIZER = """def build_optimizer(self):
 """
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_one_plan_with_an_own_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says) -> None:
     script = tmp_path / "own.py"

@@ -74,12 +74,6 @@ CASES = [
     for layout in FLAGS
     if layout not in CONVERTED and accepts(layout, f"{STEPS} {flags}")
 ]
-SHORT = [
-    ("best average", "zero-3"),
-    ("best average", "tensor 2, pipeline 2"),
-    ("own module", "interleaved"),
-    ("mixture", "zero-3"),
-]
 
 
 def _refusal(kind: str, layout: str) -> str | None:
@@ -126,7 +120,7 @@ def _loss(kind: str, model: nn.Module) -> float:
         return float(job.compute_loss(model, batch) if kind == "own module" else model(**batch).loss)
 
 
-@pytest.mark.parametrize(("kind", "layout"), by_default(SHORT, CASES))
+@pytest.mark.parametrize(("kind", "layout"), by_default([("own module", "interleaved")], CASES))
 def test_the_export_is_what_was_evaluated(kind: str, layout: str, tmp_path: Path) -> None:
     run = run_in_workers(WORLDS[layout], _train, kind, FLAGS[layout], str(tmp_path / "run"))[0]
     refusal = _refusal(kind, layout)
@@ -141,7 +135,6 @@ def test_the_export_is_what_was_evaluated(kind: str, layout: str, tmp_path: Path
     assert _loss(kind, _read(kind, export)) == pytest.approx(expected, rel=1e-5)
 
 
-SHARDED = [("own module", "fsdp"), ("mixture", "zero-3")]
 SHARD_BYTES = 6000
 IN_SHARDS = [case for case in CASES if not case[0].startswith("best") and not _refusal(*case)]
 
@@ -159,7 +152,7 @@ def _export_twice(workers: Any, kind: str, flags: str, folder: str) -> None:
     fit(job(words.split()), export)
 
 
-@pytest.mark.parametrize(("kind", "layout"), by_default(SHARDED, IN_SHARDS))
+@pytest.mark.parametrize(("kind", "layout"), by_default([("own module", "fsdp")], IN_SHARDS))
 def test_shards_together_are_the_single_file(kind: str, layout: str, tmp_path: Path) -> None:
     run_in_workers(WORLDS[layout], _export_twice, kind, FLAGS[layout], str(tmp_path))
     whole = load_file(tmp_path / "file" / "model.safetensors")
@@ -179,7 +172,7 @@ def test_shards_together_are_the_single_file(kind: str, layout: str, tmp_path: P
         assert all(torch.equal(model[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("kind", ["weights", "tied", "mixture"])
+@pytest.mark.parametrize("kind", by_default(["tied"], ["weights", "tied", "mixture"]))
 def test_a_small_model_is_one_file_as_transformers_writes_it(kind: str, tmp_path: Path) -> None:
     template = KINDS[kind][0]([*STEPS.split(), "--no-keep-best", "--save", str(tmp_path / "run")])
     template.fit()
@@ -209,7 +202,8 @@ ALONE = "one process"
 RUNS = {name: smallest(switches) for name, switches in NAMES.items()}
 LONGER = {
     *("replicas", "context 2", "hybrid sharding", "tensor 2, zero-2", "pipeline-parallel", "tensor-parallel"),
-    *("expert-parallel", "oss", "zero-1", "zero-2"),
+    *("expert-parallel", "oss", "zero-1", "zero-3", "distributed-optimizer", "fsdp", "tensor 2, pipeline 2"),
+    "tensor 2, divided experts",
 }
 """For ``make test-longer``. Another run has the same parts of tensors, or other parts of the same engine."""
 
@@ -337,13 +331,8 @@ STARTED = [
     for engine in ENGINES
     if (start != "new head" or task in HEADS) and _is_accepted(task, start, engine)
 ]
-SHORTLY = [
-    *(("sequence_classification", "new head", engine) for engine in ("tensor-parallel", "zero-2")),
-    *(("causal_lm", "adapters", engine) for engine in ("zero-3", "pipeline-parallel")),
-]
-
-
 MORE_STARTS = [
+    *(("causal_lm", "adapters", engine) for engine in ("zero-3", "pipeline-parallel")),
     *((task, "pretrained", engine) for task in ROWS for engine in ("pipeline-parallel", "tensor-parallel", "zero-3")),
     *((task, "new head", "zero-3") for task in HEADS),
     *(("sequence_classification", "new head", engine) for engine in ENGINES),
@@ -374,9 +363,7 @@ def _start(workers: Any, flags: list[str]) -> parity.Trained:
     return parity.trained(Trainer([*flags, "--no-save"]))
 
 
-@pytest.mark.parametrize(
-    ("task", "start", "engine"), by_default(SHORTLY, STARTED, {*STARTED} - {*SHORTLY, *MORE_STARTS})
-)
+@pytest.mark.parametrize(("task", "start", "engine"), by_default([], STARTED, {*STARTED} - {*MORE_STARTS}))
 def test_every_engine_starts_with_the_weights_of_one_process(task: str, start: str, engine: str, data: str) -> None:
     """Weights are bit-identical. So the first loss and the norm of its gradient are the same, too."""
     expected = _start(None, _flags(task, start, "", data))
@@ -389,6 +376,7 @@ def test_every_engine_starts_with_the_weights_of_one_process(task: str, start: s
         assert found["lines"][0][number] == pytest.approx(expected["lines"][0][number], rel=1e-5), number
 
 
+@pytest.mark.longer
 def test_new_heads_are_new(data: str) -> None:
     """Otherwise the tests above would compare pretrained heads."""
     for task in ("sequence_classification", "reward"):

@@ -153,7 +153,7 @@ def _observed(run: str, flags: str, places: dict[str, str], folder: Path) -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "words", "given"), by_default(CASES[::12], CASES))
+@pytest.mark.parametrize(("run", "words", "given"), by_default(CASES[::24], CASES))
 def test_the_flag_changes_the_run(run: str, words: str, given: str, places: dict[str, str], tmp_path: Path) -> None:
     without = _observed(run, given, places, tmp_path / "without")
     found = _observed(run, f"{given} {words}", places, tmp_path / "with")

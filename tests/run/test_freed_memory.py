@@ -61,6 +61,7 @@ for way, of in ((process_state.keep_freed_memory, min), (process_state.give_free
 """
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_only_what_is_given_back_must_be_asked_for_again() -> None:
     """Measured by the share of a tensor's pages that the system has to provide, in a separate process."""

@@ -343,6 +343,7 @@ def _refusal(session: Any, folder: str, rank: int) -> str:
     return "accepted"
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_two_workers_train_as_plain_torch_does_and_go_on_in_another_layout(tmp_path: Path) -> None:
     wanted = by_torch(adamw, lambda o: schedulers.ExponentialLR(o, 0.8), steps=4)[0]

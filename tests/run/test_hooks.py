@@ -83,6 +83,7 @@ class WithOutputs(CausalJob):
         return outputs.loss, outputs
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_the_first_of_loss_and_outputs_is_the_mean_loss() -> None:
     flags = "--train-iters 2 --lr 1e-2 --global-batch-size 8 --micro-batch-size 2 --eval-interval 1"

@@ -30,6 +30,7 @@ from rapidformer_templates.run.saved_model import find_saved
 from tests.support.hub_server import DATA, MODEL, TOKEN, Hub, model_files, using_hub
 from tests.support.messages import Says
 from tests.support.saved_models import open_saved
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 RUN = f"--task sequence_classification --pretrained-model-name-or-path {MODEL} --data-name {DATA} --lr 1e-3"
@@ -60,6 +61,7 @@ def _command(words: str, *more: str) -> int:
     return main([*words.split(), *STEPS.split(), *more])
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_a_run_downloads_what_it_needs_and_the_next_one_nothing(
     hub: Hub, model: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -88,6 +90,7 @@ def _find(workers: Any, url: str, home: Path) -> tuple[str, str]:
         return str(model_folder(MODEL, None, "weights", flag="")), str(find_or_download(DATA, None, "").folder)
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_one_of_two_workers_downloads(hub: Hub, model: dict[str, bytes], tmp_path: Path) -> None:
     first, second = run_in_workers(2, _find, hub.url, tmp_path / "home")
@@ -113,6 +116,7 @@ def test_plan_goes_without_a_configuration_that_is_out_of_reach(
     assert f"note: the sizes of {MODEL} are not known here" in capsys.readouterr().out
 
 
+@pytest.mark.longer
 def test_revision_chooses_a_branch_a_tag_or_a_commit(hub: Hub, model: dict[str, bytes]) -> None:
     repository = hub.repository(f"models/{MODEL}")
     commit = repository.commit({**model, "config.json": b'{"model_type": "bert", "hidden_size": 48}'}, "v1", "branch")
@@ -121,12 +125,14 @@ def test_revision_chooses_a_branch_a_tag_or_a_commit(hub: Hub, model: dict[str, 
     assert "48" not in (model_folder(MODEL, None, "config", flag="") / "config.json").read_text()
 
 
+@pytest.mark.longer
 def test_weights_of_torch_if_there_are_no_safetensors(hub: Hub, model: dict[str, bytes]) -> None:
     hub.repository("models/someone/old").commit({k: v for k, v in model.items() if k != "model.safetensors"})
     folder = model_folder("someone/old", None, "weights", flag="")
     assert (folder / "pytorch_model.bin").is_file()
 
 
+@pytest.mark.longer
 def test_an_interrupted_download_continues(hub: Hub, model: dict[str, bytes]) -> None:
     folder = model_folder(MODEL, None, "weights", flag="")
     (folder / "model.safetensors").unlink()
@@ -158,7 +164,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("words", MISTAKES)
+@pytest.mark.parametrize("words", by_default(MISTAKES[::4], MISTAKES))
 def test_mistakes_are_found_before_the_run(
     words: str, hub: Hub, model: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
@@ -224,6 +230,7 @@ def test_a_push_has_a_card(
     assert names["tokenizer"]("it is good")["input_ids"]
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_adapters_name_their_base_on_the_hub(hub: Hub, model: dict[str, bytes], tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -246,7 +253,7 @@ def test_adapters_name_their_base_on_the_hub(hub: Hub, model: dict[str, bytes], 
     assert not torch.equal(expected[0], expected[1])
 
 
-@pytest.mark.parametrize("token", ["", "hf_reader", "hf_wrong"])
+@pytest.mark.parametrize("token", by_default([""], ["", "hf_reader", "hf_wrong"]))
 def test_a_push_needs_a_token_that_may_write(
     token: str, hub: Hub, model: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:

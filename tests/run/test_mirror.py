@@ -74,7 +74,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").iterdir()}
 
 
-@pytest.mark.parametrize("kind", ["file", "webhdfs"])
+@pytest.mark.parametrize("kind", by_default(["file"], ["file", "webhdfs"]))
 def test_a_run_whose_machine_is_lost_continues_to_the_bit(kind: str, tmp_path: Path, server: WebHdfs) -> None:
     whole = Line([*STEPS, "--save", str(tmp_path / "whole")])
     whole.fit()
@@ -122,6 +122,7 @@ def test_two_workers_continue_from_the_copy(layout: str, tmp_path: Path) -> None
     assert "step-6" in names(tmp_path / "copy")
 
 
+@pytest.mark.longer
 def test_storage_that_is_gone_for_a_while_ends_no_run(
     tmp_path: Path, server: WebHdfs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +158,7 @@ def copied(tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "damaged"])
+@pytest.mark.parametrize("damage", by_default(["damaged"], ["no manifest", "damaged"]))
 def test_half_a_copy_is_not_taken(
     damage: str, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,7 +172,7 @@ def test_half_a_copy_is_not_taken(
     assert checkpoint_check.problem_of(newest) is None, "the next copy replaces it"
 
 
-@pytest.mark.parametrize("at", by_default(range(0, 60, 12), range(0, 60, 6)))
+@pytest.mark.parametrize("at", by_default([24], range(0, 60, 6)))
 def test_a_copy_that_ends_anywhere_is_whole_or_does_not_count(at: int, tmp_path: Path, server: WebHdfs) -> None:
     """The server stops to answer after some requests, as if the machine of the run were lost."""
     server.fails_after = at
@@ -188,7 +189,8 @@ def test_another_run_is_not_overwritten(copied: Path, tmp_path: Path, says: Says
     assert names(copied) == {"step-4"}
 
 
-@pytest.mark.parametrize("kind", ["file", pytest.param("webhdfs", marks=pytest.mark.longer)])
+@pytest.mark.longer
+@pytest.mark.parametrize("kind", ["file", "webhdfs"])
 def test_an_overwritten_copy_keeps_nothing_of_the_old_run(kind: str, tmp_path: Path, server: WebHdfs) -> None:
     """Such as its adapters, which peft would add to the new weights, or one part more. Other files stay."""
     copy = server.folder / "run"
@@ -241,6 +243,7 @@ class Waiting(Line):
                 job.fit()
 
 
+@pytest.mark.longer
 def test_two_runs_do_not_copy_to_one_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = Waiting([*STEPS, "--seed", "1", "--save", str(tmp_path / "first"), "--mirror", f"file://{tmp_path}/copy"])
     first.copy, first.other = tmp_path / "copy", str(tmp_path / "second")
@@ -254,6 +257,7 @@ def test_two_runs_do_not_copy_to_one_place(tmp_path: Path, capsys: pytest.Captur
         assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
 
 
+@pytest.mark.longer
 def test_of_runs_that_begin_at_once_the_last_one_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [RunFolder(tmp_path / name) for name in ("first", "second")]
     for folder in folders:

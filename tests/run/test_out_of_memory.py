@@ -86,6 +86,7 @@ LADDER = (
 """Flags of runs. The test writes what is suggested next."""
 
 
+@pytest.mark.longer
 def test_the_ladder(says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     for packages, runs in (({"deepspeed": "0.19", "fairscale": "0.4", "peft": "0.19"}, LADDER), ({}, (FULL,))):
         monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", lambda p=packages: p)

@@ -26,7 +26,7 @@ from tests.support.messages import Says
 from tests.support.saved_models import OpenedModel, open_saved
 from tests.support.texts import WORDS, write_jsonl
 
-TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, 2 + i * 3 % 11)) for i in range(7)]
+TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, 2 + i * 3 % 11)) for i in range(4)]
 LABELS = {"id2label": {0: "bad", 1: "good", 2: "odd"}, "label2id": {"bad": 0, "good": 1, "odd": 2}}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 Make = Callable[..., Path]
@@ -135,6 +135,7 @@ class RecallByName(Finetuner):
         return {f"recall/{name}": recall(pairs, name) for name in names}
 
 
+@pytest.mark.longer
 def test_own_metrics_have_the_names_of_classes(bert: Make, tmp_path: Path) -> None:
     folder = bert("BertForSequenceClassification", **LABELS)
     names = [("odd", "good", "bad")[i % 3] for i in range(len(TEXTS))]  # not in the order of their numbers
@@ -221,16 +222,7 @@ def test_texts_that_go_on(gpt: Path) -> None:
     assert records(opened, [{"instruction": TEXTS[0]}], max_new_tokens=4) == answers[:1]
 
 
-def test_a_conversation_without_a_column(gpt: Path) -> None:
-    """Messages are answered by the chat template, alone or in a list, and are never continued as plain text."""
-    opened = open_saved(gpt)
-    messages = [{"role": "user", "content": text} for text in TEXTS[:3]]
-    wanted = records(opened, [{"messages": messages}, {"messages": messages[:1]}], max_new_tokens=4)
-    assert records(opened, [messages, messages[0]], max_new_tokens=4) == wanted
-    older = [{"from": "human", "value": message["content"]} for message in messages]
-    assert records(opened, [older], max_new_tokens=4) == wanted[:1]
-
-
+@pytest.mark.longer
 def test_draws_follow_the_seed(gpt: Path, says: Says) -> None:
     opened = open_saved(gpt)
     before = torch.random.get_rng_state()

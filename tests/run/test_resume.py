@@ -21,7 +21,7 @@ from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.files import crc32
 from tests.support.crash_points import hang_in_writes
-from tests.support.dropout_runs import FLAGS, Died, DropoutJob, assert_same, run, traces
+from tests.support.dropout_runs import FLAGS, Died, DropoutJob, assert_same, run
 from tests.support.jobs import ClassJob, _bert
 from tests.support.lines import Line
 from tests.support.messages import Says
@@ -51,7 +51,7 @@ def dead_after_8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deaths", by_default([[4, 7, 11], [12]], [[1], [3], [5], [4, 7, 11], [12]]))
+@pytest.mark.parametrize("deaths", by_default([[5]], [[1], [3], [5], [4, 7, 11], [12]]))
 def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for death in deaths:
@@ -60,8 +60,9 @@ def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tm
     assert_same(whole, folder)
 
 
+@pytest.mark.longer
 @pytest.mark.slow
-@pytest.mark.parametrize("deaths", by_default([[4, 7, 11]], [[], [5], [4, 7, 11]]))
+@pytest.mark.parametrize("deaths", [[], [5], [4, 7, 11]])
 def test_saves_in_the_background_resume_bitwise_too(deaths: list[int], whole: Path, tmp_path: Path) -> None:
     for death in deaths:
         run(tmp_path / "run", "--resume", "--async-save", dies_after=death)
@@ -69,6 +70,7 @@ def test_saves_in_the_background_resume_bitwise_too(deaths: list[int], whole: Pa
     assert_same(whole, tmp_path / "run")
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.durable
 @pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
@@ -135,7 +137,7 @@ DAMAGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", by_default(["flipped byte", "unreadable"], DAMAGES))
+@pytest.mark.parametrize("damage", by_default(["flipped byte"], DAMAGES))
 def test_damaged_checkpoint_is_named_and_passed_over(
     damage: str, whole: Path, dead_after_8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,12 +228,24 @@ def by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     return root, run_in_workers(2, _cases, root)
 
 
+def _die_and_resume(workers: Any, root: Path) -> None:
+    run(root / "whole")
+    run(root / "died", dies_after=8)
+    run(root / "died", "--resume")
+
+
 @pytest.mark.distributed
-def test_two_workers_resume_bitwise_and_others_to_rounding(by_two: tuple[Path, list[dict[str, Any]]]) -> None:
-    """DDP → DDP is bit-identical. DDP → one process → FSDP follows the same curve (without dropout)."""
-    root, results = by_two
-    assert [result["bitwise"] for result in results] == [True, True]
-    # One process resumes from the checkpoint that two FSDP workers saved.
+def test_two_workers_resume_bitwise(tmp_path: Path) -> None:
+    """With dropout, of which each worker has its own."""
+    run_in_workers(2, _die_and_resume, tmp_path)
+    assert_same(tmp_path / "whole", tmp_path / "died")
+
+
+@pytest.mark.longer
+@pytest.mark.distributed
+def test_another_number_of_workers_resumes_to_rounding(by_two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """FSDP → one process and DDP → FSDP follow the curve of one process, without dropout."""
+    root, _ = by_two
     _plain(root / "fsdp-half", 12, "--resume")
     _plain(root / "reference", 12)
     losses = [line["loss"] for line in read_metrics(root / "reference" / "metrics.jsonl") if "loss" in line]
@@ -240,6 +254,7 @@ def test_two_workers_resume_bitwise_and_others_to_rounding(by_two: tuple[Path, l
         torch.testing.assert_close(torch.tensor(other), torch.tensor(losses), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_two_workers_save_in_the_background(by_two: tuple[Path, list[dict[str, Any]]], says: Says) -> None:
     """The results are bit-identical to waiting saves. Both fail if one worker's disk is full or one sees no folder.
@@ -290,8 +305,11 @@ def _cases(workers: Any, root: Path) -> dict[str, Any]:
     full = _failing_save(workers, root / "full", OSError(errno.ENOSPC, "No space left on device"), "--async-save")
     bug = ValueError("weight is torch.complex128, which safetensors cannot hold")
     errors = [_failing_save(workers, root / "memory", MemoryError()), _failing_save(workers, root / "bug", bug)]
-    told = {"full": full, "unseen": str(unseen.value), "errors": errors}
-    return {**told, "read": read, "bitwise": _resume_cases(root)}
+    for name, flags in (("ddp-then-fsdp", []), ("fsdp-half", ["--fsdp-memory-optimization"])):
+        with pytest.raises(Died):  # caught here, because a worker exits on an error
+            _plain(root / name, 7, *flags)
+    _plain(root / "ddp-then-fsdp", 12, "--resume", "--fsdp-memory-optimization")
+    return {"full": full, "unseen": str(unseen.value), "errors": errors, "read": read}
 
 
 def _failing_save(workers: Any, folder: Path, error: Exception, *flags: str) -> str:
@@ -320,22 +338,6 @@ def _plain(folder: Path, until: int, *flags: str) -> None:
 
     job.on_step_end = stop  # type: ignore[method-assign]
     job.fit()
-
-
-def _resume_cases(root: Path) -> bool:
-    """Return whether a run that died ends like the one that did not, with dropout. Runs in each of two workers.
-
-    The death is caught here, because a worker exits on an error.
-    """
-    run(root / "died", dies_after=8)
-    run(root / "died", "--resume")
-    for name, flags in (("ddp-then-fsdp", []), ("fsdp-half", ["--fsdp-memory-optimization"])):
-        with pytest.raises(Died):
-            _plain(root / name, 7, *flags)
-    _plain(root / "ddp-then-fsdp", 12, "--resume", "--fsdp-memory-optimization")
-    (lines, weights), (other, other_weights) = traces(root / "waiting"), traces(root / "died")
-    same = all(torch.equal(weights[name], other_weights[name]) for name in weights)
-    return same and lines == other and len(lines) == 15
 
 
 def test_a_resume_that_finds_nothing_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from rapidformer_templates.run import log as log_module
 from rapidformer_templates.run.folder import is_test_line, read_metrics
 from rapidformer_templates.run.trackers import KINDS, TensorBoard
 from tests.support.requests import config_of
+from tests.support.selection import by_default, selected
 from tests.support.tracked import Tracked, train
 from tests.support.worker_pool import FSYNC, new_process, run_in_workers
 
@@ -135,17 +136,18 @@ PARAMETERS = {
 NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 ABSENT = {tracker: [name for name in names if find_spec(name) is None] for tracker, names in NEEDED.items()}
 """Packages of each tracker that are not installed."""
-INSTALLED = [tracker for tracker in READERS if not ABSENT[tracker]]
 needs_tensorboard = pytest.mark.skipif(bool(ABSENT["tensorboard"]), reason="needs tensorboard: pip install tensorboard")
 
 
 @pytest.fixture(scope="module")
-def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that was killed after step 7 and resumed from its checkpoint of step 4."""
-    if not INSTALLED:
-        pytest.skip(f"needs one of {', '.join(READERS)}: pip install 'rapidformer_templates[trackers]'")
+def killed_and_resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that was killed after step 7 and resumed from its checkpoint of step 4.
+
+    It has the trackers that the selected tests read.
+    """
     folder = tmp_path_factory.mktemp("tracked")
-    flags = ["--report-to", ",".join(INSTALLED), "--train-iters", str(STEPS)]
+    trackers = [tracker for tracker in selected(request, "tracker") if not ABSENT[tracker]]
+    flags = ["--report-to", ",".join(trackers), "--train-iters", str(STEPS)]
     for more, dies_after, ends in (([], KILLED_AT, -signal.SIGKILL), (["--resume"], None, 0)):
         process = new_process(train, str(folder), [*flags, *more], QUIET, dies_after)
         with mock.patch("os.fsync", FSYNC):  # this tests a death, like the tests marked durable
@@ -172,11 +174,20 @@ NAMES |= {name: f"eval/{name}" for name in ("near/loss", "far/loss", "near/sampl
 CLOCKS = ("train/samples_per_second", "train/tokens_per_second", "train/step_ms", "train/peak_memory_mb")
 
 
+@pytest.fixture
+def tracker(request: pytest.FixtureRequest) -> str:
+    if ABSENT[request.param]:
+        pytest.skip(f"needs {', '.join(ABSENT[request.param])}: pip install 'rapidformer_templates[trackers]'")
+    name: str = request.param
+    return name
+
+
+of_trackers = pytest.mark.parametrize("tracker", by_default(["tensorboard"], READERS), indirect=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tracker", READERS)
+@of_trackers
 def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_and_resumed: Path) -> None:
-    if ABSENT[tracker]:
-        pytest.skip(f"needs {', '.join(ABSENT[tracker])}: pip install 'rapidformer_templates[trackers]'")
     held = READERS[tracker](killed_and_resumed)
     assert [which for which, times in Counter((name, step) for name, step, _ in held).items() if times > 1] == []
     assert sorted(step for name, step, _ in held if name == "train/loss") == list(range(1, STEPS + 1))
@@ -193,36 +204,35 @@ def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_an
 
 
 @pytest.mark.slow
-def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: Path) -> None:
+@of_trackers
+def test_the_summary_and_the_test_part_are_told_at_the_end(tracker: str, killed_and_resumed: Path) -> None:
     summary = json.loads((killed_and_resumed / "summary.json").read_text())
-    assert {name: told["failed"] for name, told in summary["trackers"].items()} == dict.fromkeys(INSTALLED)
-    if "tensorboard" in INSTALLED:
+    assert summary["trackers"][tracker]["failed"] is None
+    values, texts = RESULTS[tracker](killed_and_resumed)
+    assert values["test/loss"] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-6)
+    if tracker == "tensorboard":  # it can only draw curves
         where = f"tensorboard --logdir {killed_and_resumed}/trackers/tensorboard"
         assert summary["trackers"]["tensorboard"]["where"] == where
-    for tracker in INSTALLED:
-        values, texts = RESULTS[tracker](killed_and_resumed)
-        assert values["test/loss"] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-6)
-        if tracker in ("mlflow", "wandb"):
-            assert values["summary/parameters"] == 2
-        else:  # they can only draw curves
-            assert [name for name in values if name.startswith("summary")] == []
-            assert "| parameters | 2 |" in texts["summary"].splitlines()
-        assert [name for name in values if "receipts" in name] == []
-        optimizer = summary["receipts"]["optimizer_class"]
-        assert f"| optimizer_class | {optimizer} |" in texts["receipts"].splitlines()
-        assert len(texts["receipts"].splitlines()) == 2 + len(summary["receipts"])
+        assert [name for name in values if name.startswith("summary")] == []
+        assert "| parameters | 2 |" in texts["summary"].splitlines()
+    else:
+        assert values["summary/parameters"] == 2
+    assert [name for name in values if "receipts" in name] == []
+    optimizer = summary["receipts"]["optimizer_class"]
+    assert f"| optimizer_class | {optimizer} |" in texts["receipts"].splitlines()
+    assert len(texts["receipts"].splitlines()) == 2 + len(summary["receipts"])
     (line,) = [line for line in read_metrics(killed_and_resumed / "metrics.jsonl") if is_test_line(line)]
     assert line == {"step": STEPS, "test/loss": summary["metrics"]["test/loss"], "test/samples@1": 3.0}
 
 
 @pytest.mark.slow
-def test_every_flag_is_a_parameter_of_the_run(killed_and_resumed: Path) -> None:
+@of_trackers
+def test_every_flag_is_a_parameter_of_the_run(tracker: str, killed_and_resumed: Path) -> None:
     fields = {field.name.replace("_", "-") for field in config_of("").fields()}
-    for tracker in PARAMETERS.keys() & set(INSTALLED):
-        parameters = {name: str(value) for name, value in PARAMETERS[tracker](killed_and_resumed).items()}
-        assert fields - parameters.keys() == set()
-        assert [float(parameters[name]) for name in ("lr", "seed", "weight-decay")] == [0.1, 1234, 0.01]
-        assert [parameters[name] for name in ("optimizer", "run-name", "precision")] == ["adamw", "None", "fp32"]
+    parameters = {name: str(value) for name, value in PARAMETERS[tracker](killed_and_resumed).items()}
+    assert fields - parameters.keys() == set()
+    assert [float(parameters[name]) for name in ("lr", "seed", "weight-decay")] == [0.1, 1234, 0.01]
+    assert [parameters[name] for name in ("optimizer", "run-name", "precision")] == ["adamw", "None", "fp32"]
 
 
 @needs_tensorboard

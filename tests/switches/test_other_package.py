@@ -92,7 +92,7 @@ def test_it_is_in_the_help_the_catalogue_and_the_plan(place: Path) -> None:
 def test_it_acts_is_measured_predicted_and_can_fail(place: Path) -> None:
     """The tests that are generated from the registry check it."""
     cases = [
-        f"tests/run/test_receipts.py::test_a_switch_that_does_nothing_ends_the_run[{NAME}-all]",
+        f"tests/run/test_receipts.py::test_a_switch_that_does_nothing_ends_the_run[{NAME}]",
         f"tests/switches/auto_strategy/test_predicted_states.py::test_a_run_holds_what_is_predicted[{NAME}]",
     ]
     assert "failed" not in run(place, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases)

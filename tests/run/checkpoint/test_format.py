@@ -55,7 +55,7 @@ def cut(tensor: torch.Tensor, cuts: list[int]) -> list[Shard]:
     cuts=st.lists(st.integers(0, 6), max_size=3),
     box=st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_box_of_any_shards(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], cuts: list[int], box: st.DataObject
 ) -> None:
@@ -380,7 +380,7 @@ def test_every_type_and_shape_comes_back(threads: int, tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 @given(lengths=st.lists(st.integers(0, 3 * PAGE), max_size=6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_blocks_end_anywhere(tmp_path_factory: pytest.TempPathFactory, lengths: list[int]) -> None:
     kinds = (torch.uint8, torch.int16)
     tensors = {f"{i}": torch.randint(0, 256, (length,)).to(kinds[i % 2]) for i, length in enumerate(lengths)}

@@ -43,7 +43,6 @@ from tests.support.power_cuts import (
     reported,
     write_tree,
 )  # fmt: skip
-from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 STEPS, SAVE_EVERY, KEEP = 6, 2, 2
@@ -310,13 +309,14 @@ def run_events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Event]
 
 
 def test_a_run_leaves_what_it_has_reported(run_events: list[Event], tmp_path: Path) -> None:
-    judged = judge(run_events, tmp_path, every=8)
+    judged = judge(run_events, tmp_path, every=16)
     assert judged.faults == []
-    assert judged.outcomes.total() > 60
-    assert sum(count for step, count in judged.outcomes.items() if step) > 40
+    assert judged.outcomes.total() > 30
+    assert sum(count for step, count in judged.outcomes.items() if step) > 20
 
 
-@pytest.mark.parametrize("forgotten", by_default(("rename",), ("rename", "file", "folder")))
+@pytest.mark.longer
+@pytest.mark.parametrize("forgotten", ["rename", "file", "folder"])
 def test_a_missing_flush_is_found(forgotten: str, run_events: list[Event], tmp_path: Path) -> None:
     """The opposite: a run that does not wait for the disk loses or damages what it has reported."""
     disk, kept = Disk(), []
