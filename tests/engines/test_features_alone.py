@@ -400,6 +400,7 @@ def _opt(workers: Any) -> dict[str, Trained]:
     return {name: run(f"{LAYERWISE} {RATES} {flags}", OptJob) for name, flags in TWO.items()}
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_two_workers_find_the_same_depths() -> None:
     """Under ZeRO-3, the parameters of the forward that finds it are partitioned."""
@@ -422,7 +423,7 @@ LANGUAGE_MODELS = sorted(
     }
     & set(CONFIG_MAPPING)
 )
-BY_DEFAULT = ("gpt2", "llama", "gpt_oss", "t5", "xlnet", "bert", "roberta-prelayernorm", "zamba", "cohere")
+BY_DEFAULT = ("gpt2", "llama", "xlnet", "roberta-prelayernorm", "cohere")
 SOME = {"cohere": {"use_qk_norm": True}}
 """Settings that add parameters: norms with a row for each head."""
 

@@ -115,7 +115,7 @@ def test_a_resumed_run_is_bitwise_the_whole_one(averaged: dict[str, Any], tmp_pa
     assert cut["evaluations"] == averaged["evaluations"]
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "how",
     ["--micro-batch-size 8", pytest.param("--micro-batch-size 8 --zero-2-memory-optimization", marks=NEEDS_DEEPSPEED)],
@@ -164,6 +164,7 @@ def _move(workers: Any, folder: str) -> dict[str, Any]:
     return run(f"{ON} --resume {ENGINES['distributed']}", folder)
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_another_engine_goes_on_with_the_average(wanted: dict[str, Any], tmp_path: Path) -> None:
     for found in run_in_workers(2, _move, str(tmp_path)):

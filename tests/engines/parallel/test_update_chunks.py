@@ -49,7 +49,7 @@ TOGETHER = {
     "distributed optimizer, loss scale": f"--mixed-precision fp16 {DISTRIBUTED} --optimizer adamw_anyprecision",
     "pipeline": f"{BF16} --pipeline-model-parallel-size 2",
 }
-SHORT = {*ALONE, *TOGETHER} - {"adafactor", "lamb", "ddp"}
+SHORT = ("loss scale", "distributed optimizer")
 
 
 class EstimatesForAll(torch.optim.AdamW):
@@ -119,7 +119,7 @@ def test_the_update_is_that_of_all_gradients_at_once(case: str, runs: Any) -> No
     assert len(by_bucket.elements) > 2 * len(whole.elements)
 
 
-@pytest.mark.parametrize("case", ["default", "loss scale", "adamw_torch"])
+@pytest.mark.parametrize("case", by_default(["loss scale"], ["default", "loss scale", "adamw_torch"]))
 def test_gradients_are_clipped_by_the_norm_of_all(case: str, runs: Any) -> None:
     (_, by_bucket), (at_once, whole) = runs[case]
     assert all(norm > CLIP for _, norm in at_once["curve"])
@@ -157,7 +157,7 @@ class Large(CausalJob):
             self.live.__exit__(None, None, None)
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 @pytest.mark.parametrize("apart", [True, False])
 def test_the_planner_predicts_the_peak(apart: bool) -> None:
     def batch(samples: int) -> dict[str, torch.Tensor]:

@@ -193,7 +193,7 @@ def test_a_run_tells_what_it_padded_and_goes_on_where_it_was(tmp_path: Path, say
         Job([*static.split(), str(tmp_path / "parts")]).fit()
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_epochs_are_whole(tmp_path: Path) -> None:
     summary, lines = _train(tmp_path, "--epochs", "2", "--micro-batch-size", "2")
     assert summary["epochs"] == 2
@@ -225,6 +225,7 @@ STEPS = f"{DYNAMIC} --train-iters 6 --eval-interval 3 --global-batch-size 8 --mi
 
 
 @pytest.mark.distributed
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("job", "flags"),
     [

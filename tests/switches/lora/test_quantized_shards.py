@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
 FOUR = "nf4" if importlib.util.find_spec("bitsandbytes") else "int4"
 STEPS = (
-    "--train-iters 4 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
+    "--train-iters 2 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
     " --lr 1e-3 --log-interval 1 --lora-rank 3 --lora-alpha 24"
 )
 FSDP, PAIR = "--fsdp-memory-optimization", "--fsdp-shard-size 2"
@@ -93,7 +93,7 @@ def _in_workers(workers: Any, layout: str) -> Observed:
 def test_each_worker_has_its_share_of_the_codes_and_follows_one_process(layout: str) -> None:
     world, _, double, base, flags = LAYOUTS[layout]
     wanted = _observe(layout, f"--micro-batch-size 8 {BF16 if BF16 in flags else ''}")
-    assert len({loss for loss, _ in wanted["curve"]}) == 4
+    assert len({loss for loss, _ in wanted["curve"]}) == 2
     receipts = wanted["summary"]["receipts"]
     if base != "half":
         assert receipts["quantized_layers"] == receipts["adapted_layers"] == len(wanted["codes"]) > 0

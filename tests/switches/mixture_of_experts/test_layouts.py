@@ -45,7 +45,7 @@ STAGES_AND_SHARDS = ("deep mixtral", f"{PIPELINE} {TENSOR} --micro-batch-size 3"
 ALL_SHARDED = ("gpt2", f"{GROUPS} --micro-batch-size 3 {AGAIN} {FSDP}")
 GRADIENTS_DIVIDED = ("gpt2", f"{GROUPS} --micro-batch-size 1 {AGAIN} {ZERO_2}")
 OF_A_CONTEXT = ("mixtral", f"--num-experts 4 {GROUPS} {CONTEXT} --micro-batch-size 3 {FSDP}")
-WHOLE_GROUPS = ("gpt2", f"{GROUPS} --micro-batch-size 1 {AGAIN}")
+WHOLE_GROUPS = ("gpt2", f"{GROUPS} --micro-batch-size 3")
 LAYOUTS = [  # (job, flags of the layout)
     STAGES_AND_SHARDS,
     ALL_SHARDED,
@@ -65,7 +65,7 @@ def _reference(case: str) -> parity.Trained:
     return reference(job, True, f"{PLAIN} {mixture} {ALONE}")
 
 
-@pytest.mark.parametrize(("case", "layout"), by_default(LAYOUTS[:5], LAYOUTS))
+@pytest.mark.parametrize(("case", "layout"), by_default([WHOLE_GROUPS], LAYOUTS))
 def test_layout_follows_one_process(case: str, layout: str) -> None:
     job, mixture = JOBS[case]
     actual, expected = observed(4, job, True, f"{PLAIN} {mixture} {layout}")[0], _reference(case)
@@ -95,6 +95,7 @@ def test_a_group_of_workers_has_one_copy_of_the_experts() -> None:
     assert [held["parameter_bytes"] for held in _held(*WHOLE_GROUPS)] == [whole - experts // 2] * 4
 
 
+@pytest.mark.longer
 def test_the_states_of_experts_are_shared_out_among_their_copies() -> None:
     whole = sum(weight.numel() for weight in _reference("gpt2")["weights"].values())
     for kind, copies in (("gradient_bytes", 8), ("optimizer_state_bytes", 16)):
@@ -136,9 +137,8 @@ def _saved(workers: Any, case: str, layout: str, folder: str, *more: str) -> par
     return parity.train(job, True, flags, "--save", folder, *more)
 
 
-@pytest.mark.parametrize(
-    ("case", "layout"), by_default([STAGES_AND_SHARDS, ALL_SHARDED], [STAGES_AND_SHARDS, ALL_SHARDED, OF_A_CONTEXT])
-)
+@pytest.mark.longer
+@pytest.mark.parametrize(("case", "layout"), [STAGES_AND_SHARDS, ALL_SHARDED, OF_A_CONTEXT])
 def test_a_divided_run_goes_on_in_one_process_and_its_export_has_its_weights(
     case: str, layout: str, tmp_path: Path
 ) -> None:
@@ -153,6 +153,7 @@ def test_a_divided_run_goes_on_in_one_process_and_its_export_has_its_weights(
     _assert_end(_saved(None, case, ALONE, folder, "--resume"), expected)
 
 
+@pytest.mark.longer
 def test_a_run_of_one_process_goes_on_divided(tmp_path: Path) -> None:
     _saved(None, "gpt2", ALONE, str(tmp_path))
     shutil.rmtree(tmp_path / "checkpoints/step-3")

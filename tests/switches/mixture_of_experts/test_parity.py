@@ -39,6 +39,7 @@ def _case(case: str, flags: str) -> tuple[str, bool, str]:
     return job, False, f"{STEPS} {mixture} {flags}"
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("case", "layout"), RUNS)
 def test_layout_follows_one_process(case: str, layout: str) -> None:
     actual, expected = observed(2, *_case(case, layout))[0], reference(*_case(case, ALONE))
@@ -66,6 +67,7 @@ def test_the_mixture_acts() -> None:
     assert line["expert_load_min"] < 1 < line["expert_load_max"]
 
 
+@pytest.mark.longer
 def test_workers_hold_their_share_of_the_experts() -> None:
     held, whole = (
         observed(2, *_case("dropless", layout))[0]["summary"]["receipts"]["held_bytes_by_rank"]
@@ -81,7 +83,8 @@ def test_workers_hold_their_share_of_the_experts() -> None:
 PRECISIONS = ["--mixed-precision fp16", "--mixed-precision bf16 --expert-parallel"]
 
 
-@pytest.mark.parametrize("flags", by_default(PRECISIONS[:1], PRECISIONS))
+@pytest.mark.longer
+@pytest.mark.parametrize("flags", PRECISIONS)
 def test_half_precision(flags: str) -> None:
     actual = observed(2, *_case("gentle", f"--micro-batch-size 4 {flags}"))[0]
     assert_close(actual["curve"], reference(*_case("gentle", ALONE))["curve"], 0.03, 0)
@@ -93,18 +96,20 @@ def _saved(workers: Any, flags: str, folder: str, *more: str) -> parity.Trained:
     )
 
 
-@pytest.mark.parametrize("layout", by_default([EXPERTS], [EXPERTS, "--micro-batch-size 4 --fsdp-memory-optimization"]))
-def test_checkpoints_go_from_one_process_to_a_layout_and_back(layout: str, tmp_path: Path) -> None:
+FSDP = "--micro-batch-size 4 --fsdp-memory-optimization"
+MOVES = [(ALONE, EXPERTS), (EXPERTS, ALONE), (ALONE, FSDP), (FSDP, ALONE)]
+
+
+@pytest.mark.parametrize(("first", "second"), by_default(MOVES[1:2], MOVES))
+def test_checkpoints_go_from_one_process_to_a_layout_and_back(first: str, second: str, tmp_path: Path) -> None:
+    for flags, more in ((first, ()), (second, ("--resume",))):
+        if flags == ALONE:
+            run = _saved(None, ALONE, str(tmp_path), *more)
+        else:
+            run = run_in_workers(2, _saved, flags, str(tmp_path), *more)[0]
+        if not more:
+            shutil.rmtree(tmp_path / "checkpoints/step-3")  # as if the run had ended after step 2
     expected = reference(*_case("dropless", ALONE))
-    for first, second in (("alone", layout), (layout, "alone")):
-        folder = tmp_path / first.strip("-").partition(" ")[0]
-        for flags, more in ((first, ()), (second, ("--resume",))):
-            if flags == "alone":
-                run = _saved(None, ALONE, str(folder), *more)
-            else:
-                run = run_in_workers(2, _saved, flags, str(folder), *more)[0]
-            if not more:
-                shutil.rmtree(folder / "checkpoints/step-3")  # as if the run had ended after step 2
-        assert_close(run["curve"], expected["curve"][2:])
-        for key, weight in expected["weights"].items():
-            assert_close(run["weights"][key], weight)
+    assert_close(run["curve"], expected["curve"][2:])
+    for key, weight in expected["weights"].items():
+        assert_close(run["weights"][key], weight)

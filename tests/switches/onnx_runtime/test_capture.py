@@ -102,7 +102,7 @@ class Branching(Plain):
 @pytest.mark.parametrize(
     ("block", "named"),
     [
-        (Unexportable, "aten.linalg_"),
+        pytest.param(Unexportable, "aten.linalg_", marks=pytest.mark.longer),
         (Decomposed, "aten.cumprod"),
         (BackwardUnexportable, "backward cannot run in ONNX Runtime: there is no ONNX for aten.linalg_"),
         (WithoutKernel, "Erf"),

@@ -330,7 +330,8 @@ def test_one_beta_leaves_the_other_as_it_was() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", by_default(["distributed", "zero-2"], PARTITIONING))
+@pytest.mark.longer
+@pytest.mark.parametrize("name", PARTITIONING)
 def test_two_workers_follow_torchs_adam_of_one(name: str, by_hook: Trained) -> None:
     flags = f"{STEPS} --micro-batch-size 4 {PARTITIONING[name]} {ADAM}"
     for found in observed(2, "causal", False, flags, lr=None):

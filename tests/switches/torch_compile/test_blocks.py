@@ -68,6 +68,7 @@ def test_inductor_computes_the_same() -> None:
     assert (_report(run)["backend"], _report(run)["graphs"]) == ("inductor", 1)
 
 
+@pytest.mark.longer
 def test_a_graph_for_each_shape_and_no_more() -> None:
     """With dynamic shapes, the number of graphs is the known number of shapes. Evaluations pad in another way."""
     flags = "--data-iterator dynamic-shape --tokens-per-batch 80 --max-shapes 3 --global-batch-size 2"
@@ -85,6 +86,7 @@ def test_a_graph_for_each_shape_and_no_more() -> None:
     assert again >= 2
 
 
+@pytest.mark.longer
 def test_shapes_that_vary_share_a_graph() -> None:
     steps = "--train-iters 12 --global-batch-size 8 --micro-batch-size 8"
     expected = reference("causal", False, steps)
@@ -142,7 +144,8 @@ def _gradients(model: nn.Module, precision: torch.dtype | None) -> list[torch.Te
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("precision", by_default([torch.bfloat16], [None, torch.bfloat16]), ids=["fp32", "bf16"])
+@pytest.mark.longer
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_dropout_draws_the_same_numbers_in_a_recomputed_graph(precision: torch.dtype | None) -> None:
     expected = _gradients(_grown(0.2), precision)
     model = _grown(0.2)

@@ -111,6 +111,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return started
 
 
+@pytest.mark.longer
 @pytest.mark.deepspeed
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the deepspeed extra")
