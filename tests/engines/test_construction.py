@@ -199,7 +199,7 @@ def _train(workers: Workers, job: str, flags: str) -> tuple[Trained, int]:
 @pytest.mark.parametrize(
     ("layout", "job"),
     by_default(
-        [("fsdp", "causal"), ("tensor", "causal"), ("stages with replicas", "causal"), ("experts", "classifier")],
+        [("fsdp", "causal")],
         [(layout, job) for layout in LAYOUTS for job in ("causal", "classifier")],
     ),
 )
@@ -248,7 +248,7 @@ STARTS = {
     for name, more in (("", ""), (", bf16", "--mixed-precision bf16"))
 }
 STARTS["wide, zero-3, nvme, bf16"] = "wide", 2, f"{ENGINES['zero-3']} --nvme-path FOLDER --mixed-precision bf16"
-BY_DEFAULT = {"unusual, fsdp, 2 workers", "unusual, zero-3, 2 workers", "classifier, zero-3, 2 workers, bf16"}
+BY_DEFAULT = {"unusual, fsdp, 2 workers"}
 
 
 def _start(workers: Workers, kind: str, flags: str) -> tuple[Trained, int]:
@@ -292,7 +292,7 @@ def test_a_buffer_in_the_memory_of_a_parameter_keeps_its_values() -> None:
     assert all(run_in_workers(2, _buffer_after_sharding))
 
 
-LAYERS, WIDTH = 16, 2048  # 256 MB, 16 MB for each layer
+LAYERS, WIDTH = 16, 1024  # 64 MB, 4 MB for each layer
 
 
 def _peak_of_building(workers: Workers, flags: str) -> float:
@@ -301,7 +301,8 @@ def _peak_of_building(workers: Workers, flags: str) -> float:
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=0.0)
     with engine.construction():
         engine.frozen(nn.Linear(2, 2))  # what is imported and opened once does not count
-    with engine.construction(), measured_allocations() as allocations:
+    small = mock.patch.object(ModelUnderConstruction, "least_whole", 4 << 20)
+    with small, engine.construction(), measured_allocations() as allocations:
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         for layer in model:
@@ -311,10 +312,10 @@ def _peak_of_building(workers: Workers, flags: str) -> float:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", by_default(["fsdp"], ENGINES))
 def test_a_worker_needs_its_share_and_little_more(name: str) -> None:
     if name == "zero-3":
         pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
     for peak in run_in_workers(2, _peak_of_building, ENGINES[name]):
         # The shard of a unit is copied before the whole unit is freed.
-        assert 128 + 16 + 8 <= peak < 1.01 * (128 + 16 + 8)
+        assert 32 + 4 + 2 <= peak < 1.01 * (32 + 4 + 2)

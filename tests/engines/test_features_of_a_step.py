@@ -28,7 +28,7 @@ LAYOUTS = {
     "distributed": "--micro-batch-size 4 --use-distributed-optimizer",
     "tensor": "--micro-batch-size 4 --tensor-model-parallel-size 2",
     "sequence": "--micro-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel",
-    "pipeline": "--micro-batch-size 2 --pipeline-model-parallel-size 2",
+    "pipeline": "--micro-batch-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-size 2",
 }
 if "fairscale" in installed_packages():
     LAYOUTS |= {
@@ -38,8 +38,8 @@ if "fairscale" in installed_packages():
 if "deepspeed" in installed_packages():
     LAYOUTS |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
     LAYOUTS |= {f"zero-{n}, offload": f"{LAYOUTS[f'zero-{n}']} --cpu-offload" for n in (2, 3)}
-SHORT = ("ddp, accumulated", "fsdp, fused loss", "distributed", "sequence", "pipeline", "sdp", "zero-2", "zero-3")
-"""One layout of each kind: replicas, shards of parameters, of gradients and of states, and a divided model."""
+SHORT = ("fsdp, kept", "zero-2", "pipeline")
+"""One engine of each family: this library's, DeepSpeed's, and the one of divided models."""
 
 
 def _alone(without: str = "") -> Trained:

@@ -124,7 +124,9 @@ def torchs() -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("fused", "torch"), ("torch", "fused")])
+@pytest.mark.parametrize(
+    ("before", "after"), by_default([("fused", "torch")], [("fused", "torch"), ("torch", "fused")])
+)
 def test_one_adam_goes_on_for_another(before: str, after: str, torchs: torch.Tensor, tmp_path: Any) -> None:
     """Switch there and back: the count moves with the run, and neither rule's place for it becomes a second one."""
     _run(f"{tmp_path}/run", before, ALONE, dies=True)
@@ -210,7 +212,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.deepspeed
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", by_default(("fsdp", "sdp", "zero-3", "parallel"), NAMES))
+@pytest.mark.parametrize("name", by_default(["fsdp"], NAMES))
 def test_every_engine_goes_on_with_what_its_groups_had(name: str, runs: Any) -> None:
     torch.testing.assert_close(torch.tensor(runs[name]), torch.tensor(runs["plain"]), rtol=1e-5, atol=1e-6)
     assert runs[name, name] == runs[name][SAVED:]
@@ -218,7 +220,7 @@ def test_every_engine_goes_on_with_what_its_groups_had(name: str, runs: Any) -> 
 
 @pytest.mark.deepspeed
 @pytest.mark.distributed
-@pytest.mark.parametrize("loaded", by_default(("plain from fsdp", "oss from sdp", "zero-3 from parallel"), LOADED))
+@pytest.mark.parametrize("loaded", by_default(["plain from fsdp"], LOADED))
 def test_another_engine_goes_on_with_them(loaded: str, runs: Any) -> None:
     whole = torch.tensor(runs["plain"])[SAVED:]
     torch.testing.assert_close(torch.tensor(runs[LOADED[loaded]]), whole, rtol=1e-5, atol=1e-6)

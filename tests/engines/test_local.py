@@ -28,7 +28,7 @@ from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 CLIP = 0.1
-ITERATIONS = 6
+ITERATIONS = 4
 STEPS = f"--train-iters {ITERATIONS} --eval-interval 2 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
 ALONE = {"accumulated": f"{STEPS} --micro-batch-size 2"}
 PAIRS = {
@@ -53,11 +53,11 @@ KINDS = {f"{job}-{'fp64' if double else 'fp32'}": (job, double) for job in JOBS 
 Case = tuple[str, bool, str]
 """A job of :mod:`tests.support.jobs`, whether it trains in fp64, and a layout."""
 CASES: dict[str, Case] = {f"{kind}-{layout}": (*KINDS[kind], layout) for kind in KINDS for layout in (*ALONE, *PAIRS)}
-READ = "causal-fp32-fsdp-accumulated-checkpointed"
+READ = "causal-fp64-fsdp-accumulated-checkpointed"
 """The case whose receipts the tests read."""
-SHORT = [READ, *(f"causal-fp64-{layout}" for layout in (*ALONE, *PAIRS))]
+SHORT = [READ, "causal-fp64-accumulated", "causal-fp64-ddp-accumulated"]
 """In fp64, a small mistake is larger than the rounding."""
-PRECISE = ("ddp-fp16", "fsdp-bf16", "fsdp-checkpointed-fp16")
+PRECISE = ("ddp-fp16",)
 
 
 def _train_all(workers: Any, cases: list[Case]) -> dict[Case, Any]:
@@ -127,7 +127,7 @@ def test_layout_follows_one_process(case: str, references: Any, runs: Any) -> No
     job, double, layout = CASES[case]
     expected, actual = references[job, double], runs[job, double, layout]
     assert_follows(actual, expected, *(EXACT if double else ()))
-    assert len(expected["evaluations"]) == 3
+    assert len(expected["evaluations"]) == 2
 
 
 @pytest.mark.distributed
@@ -195,10 +195,10 @@ def test_half_precision_follows_one_process_of_that_precision(layout: str, runs:
 
 @pytest.mark.distributed
 def test_receipts_are_measured(references: Any, runs: Any) -> None:
-    whole = references["causal", False]["summary"]["receipts"]
-    sharded = runs["causal", False, "fsdp-accumulated-checkpointed"]["summary"]["receipts"]
-    parameters = references["causal", False]["summary"]["parameters"]
-    assert whole["parameter_bytes"] == sharded["parameter_bytes_whole"] == 4 * parameters
+    whole = references["causal", True]["summary"]["receipts"]
+    sharded = runs["causal", True, "fsdp-accumulated-checkpointed"]["summary"]["receipts"]
+    parameters = references["causal", True]["summary"]["parameters"]
+    assert whole["parameter_bytes"] == sharded["parameter_bytes_whole"] == 8 * parameters
     # Half, plus a little for rows that two does not divide.
     assert 0.5 <= sharded["parameter_bytes"] / whole["parameter_bytes"] < 0.52
     assert 0.5 <= sharded["optimizer_state_bytes"] / whole["optimizer_state_bytes"] < 0.52
@@ -259,6 +259,7 @@ def _watch(workers: Any, micro_batches: int) -> dict[str, Any]:
     return {"held": held, "sent": sent, "peaks": peaks, "receipt": receipts["gradient_bytes"]}
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_accumulated_gradients_lie_in_the_buckets_alone() -> None:
     for once, thrice in zip(run_in_workers(2, _watch, 1), run_in_workers(2, _watch, 3), strict=True):

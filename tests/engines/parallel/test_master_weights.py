@@ -10,12 +10,13 @@ from torch import nn
 
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.engines.parallel import engine
-from rapidformer_templates.engines.parallel.compute_dtype import parameters_with_masters, sum_rows_in_fp32
+from rapidformer_templates.engines.parallel.compute_dtype import sum_rows_in_fp32
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
 from rapidformer_templates.errors import RapidformerError
 from tests.support.jobs import CausalJob, _pad, _sequences
 from tests.support.parallel_jobs import begin, train_all
 from tests.support.parity import reference, train, trained, weights_apart
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 4 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
@@ -33,6 +34,7 @@ TWO = {
     "pipeline": f"{BF16} --micro-batch-size 2 {PIPELINE} 2",
 }
 """Layouts of two workers. tests/engines/parallel/test_engine.py has some of four."""
+SHORT = ("distributed-accumulated",)
 RESUMED = "--train-iters 5 --global-batch-size 8 --clip-grad 0.1 --lr 1e-3 --no-export-model"
 CHAIN = (
     (f"--micro-batch-size 4 {BF16}", 2),
@@ -43,39 +45,32 @@ CHAIN = (
 """A run that dies and continues in another layout, and with the other way to keep its weights."""
 
 
-def _two_workers(workers: Any, folder: str) -> dict[str, Any]:
-    cases = {name: ("gpt2-4-tied", False, f"{STEPS} {flags}") for name, flags in TWO.items()}
+def _train_all(workers: Any, layouts: list[str]) -> dict[str, Any]:
+    cases = {name: ("gpt2-4-tied", False, f"{STEPS} {TWO[name]}") for name in layouts}
     with mock.patch.object(engine, "bucket_size_for", return_value=700):
-        runs = train_all(workers, cases)
+        return train_all(workers, cases)
+
+
+def _chain(workers: Any, folder: str) -> list[tuple[float, float]]:
     curve: list[tuple[float, float]] = []
     for flags, dies_after in CHAIN:
         words = f"{RESUMED} --save-interval 1 {flags}"
-        curve = [*curve[:-1], *begin("gpt2-4-tied", f"{folder}/chain", words, dies_after)]
-    return runs | {"chain": curve}
+        curve = [*curve[:-1], *begin("gpt2-4-tied", folder, words, dies_after)]
+    return curve
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(request: pytest.FixtureRequest) -> dict[str, Any]:
     """All layouts, trained by one group of workers. Windows have 700 elements: they are many and cross parameters."""
-    return run_in_workers(2, _two_workers, str(tmp_path_factory.mktemp("two")))[0]
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
-    """The runs of one process for each precision, and for ``CHAIN``."""
-    runs: dict[str, Any] = {
-        kind: reference("gpt2-4-tied", False, f"{STEPS} --micro-batch-size 2 --mixed-precision {kind}")
-        for kind in ROUNDING
-    }
-    chain = reference("gpt2-4-tied", False, f"{RESUMED} --micro-batch-size 8 {BF16}", lr=None)
-    return runs | {"chain": chain["curve"]}
+    return run_in_workers(2, _train_all, selected(request, "layout"))[0]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", TWO)
-def test_layouts_follow_one_process_within_the_rounding_of_the_format(layout: str, runs: Any, alone: Any) -> None:
+@pytest.mark.parametrize("layout", by_default(SHORT, TWO))
+def test_layouts_follow_one_process_within_the_rounding_of_the_format(layout: str, runs: Any) -> None:
     kind = "fp16" if FP16 in TWO[layout] else "bf16"
-    found, wanted = runs[layout], alone[kind]
+    found = runs[layout]
+    wanted = reference("gpt2-4-tied", False, f"{STEPS} --micro-batch-size 2 --mixed-precision {kind}")
     torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=ROUNDING[kind], atol=0)
     # Adam divides a gradient by its own magnitude, so a gradient near zero shows its rounding in full.
     assert weights_apart(found["weights"], wanted["weights"]) < 5e-3
@@ -83,7 +78,7 @@ def test_layouts_follow_one_process_within_the_rounding_of_the_format(layout: st
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", [name for name in TWO if name != "pipeline"])
+@pytest.mark.parametrize("layout", by_default(SHORT, [name for name in TWO if name != "pipeline"]))
 def test_gradients_leave_while_the_backward_is_at_work(layout: str, runs: Any) -> None:
     exchange = runs[layout]["summary"]["receipts"]["gradient_exchange"]
     assert exchange["windows"] > 10
@@ -91,8 +86,10 @@ def test_gradients_leave_while_the_backward_is_at_work(layout: str, runs: Any) -
 
 
 @pytest.mark.distributed
-def test_a_run_goes_on_with_either_way_to_keep_weights(runs: Any, alone: Any) -> None:
-    found, wanted = torch.tensor(runs["chain"]), torch.tensor(alone["chain"])
+@pytest.mark.longer
+def test_a_run_goes_on_with_either_way_to_keep_weights(tmp_path: Path) -> None:
+    alone = reference("gpt2-4-tied", False, f"{RESUMED} --micro-batch-size 8 {BF16}", lr=None)
+    found, wanted = torch.tensor(run_in_workers(2, _chain, str(tmp_path))[0]), torch.tensor(alone["curve"])
     assert found.shape == wanted.shape == (5, 2)
     torch.testing.assert_close(found, wanted, rtol=3 * ROUNDING["bf16"], atol=0)
 
@@ -232,25 +229,6 @@ def test_it_is_a_loop_by_hand() -> None:
     assert not kept, "a checkpoint has the masters, which no format of 16 bits holds"
 
 
-def test_the_export_is_of_the_masters(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    flags = f"{STEPS} --micro-batch-size 8 {BF16}".replace(" --no-export-model", "")
-    found = train("causal", False, f"{flags} --save {tmp_path / 'run'}")
-    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
-    assert {weight.dtype for weight in exported.values()} == {torch.float32}
-    for name, weight in exported.items():
-        torch.testing.assert_close(weight.double(), found["weights"][name], rtol=0, atol=0)
-
-
-def test_norms_stay_fp32_and_nothing_else() -> None:
-    model = CausalJob(["--lr", "1"]).make()
-    with_masters = parameters_with_masters(model)
-    assert {name for name, p in model.named_parameters() if id(p) not in with_masters} == {
-        name for name, _ in model.named_parameters() if ".ln_" in name
-    }
-
-
 class Normalised(CausalJob):
     """Keeps running means of its inputs, which differ between workers."""
 
@@ -272,6 +250,7 @@ def _running_means(workers: Any) -> list[torch.Tensor]:
     return means
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_running_means_are_those_of_the_first_worker_as_under_ddp() -> None:
     first, second = run_in_workers(2, _running_means)

@@ -222,15 +222,18 @@ STAGES = "--pipeline-model-parallel-size 2 --pipeline-stages 1,1"
 AGAIN = "--checkpoint-activations"
 MATRICES = f"--tensor-model-parallel-size 2 --sequence-parallel {AGAIN}"
 FSDP, ZERO_3 = f"--fsdp-memory-optimization {AGAIN}", "--zero-3-memory-optimization"
-SHARED = [("causal", MATRICES), ("untied-llama", FSDP), ("untied-llama", ZERO_3), ("masked", STAGES)]
-MORE = [("untied-llama", flags) for flags in (MATRICES, STAGES, f"{STAGES} {AGAIN}", "--zero-2-memory-optimization")]
+TENSOR = ("causal", "--tensor-model-parallel-size 2")
+MORE = [("masked", STAGES), ("causal", MATRICES), ("untied-llama", FSDP), ("untied-llama", ZERO_3)]
+MORE += [("untied-llama", flags) for flags in (MATRICES, STAGES, f"{STAGES} {AGAIN}", "--zero-2-memory-optimization")]
 MORE += [("untied-llama", "--oss-memory-optimization"), ("masked", MATRICES), ("masked", ZERO_3)]
 """For ``make test-longer``. Rows of the covering table have these pairs of switches, with a tied head."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("job", RUNS)
+@pytest.mark.parametrize(
+    ("job", "double"),
+    by_default([("causal", True), ("masked", False)], [(job, double) for job in RUNS for double in (False, True)]),
+)
 def test_steps_are_those_without(job: str, double: bool) -> None:
     actual = train(job, double, f"{ALONE} --micro-batch-size 4 {FUSED}")
     bounds = EXACT if double else (1e-5, 1e-6)
@@ -268,7 +271,7 @@ def test_a_loss_that_needs_logits_is_told(says: Says) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("job", "flags"), by_default(SHARED, [*SHARED, *MORE]))
+@pytest.mark.parametrize(("job", "flags"), by_default([TENSOR], [TENSOR, *MORE]))
 def test_two_workers_follow_one_without(job: str, flags: str) -> None:
     double = "zero" not in flags  # ZeRO's masters are fp32
     expected = reference(job, double, ALONE)["curve"][:4]
@@ -276,10 +279,11 @@ def test_two_workers_follow_one_without(job: str, flags: str) -> None:
         assert_close(run["curve"], expected, *(EXACT if double else ()))
         receipts = run["summary"]["receipts"]
         assert 0 < receipts["logits_rows"] <= receipts["logits_rows_without"] / 4 + 1
-        if flags == MATRICES:
+        if "tensor" in flags:
             assert receipts["logits_columns"] == (-(-VOCABULARY // 2), VOCABULARY)
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_stages_in_bf16_follow_stages_without() -> None:
     plain, fused = (

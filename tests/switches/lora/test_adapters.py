@@ -14,6 +14,7 @@ from tests.support.adapters import Recording, train_by_hand
 from tests.support.jobs import ClassJob, PretrainedJob
 from tests.support.messages import Says
 from tests.support.parity import Trained, assert_follows, trained
+from tests.support.selection import by_default
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
@@ -38,7 +39,7 @@ PLAIN = "--micro-batch-size 8 --clip-grad 0 --weight-decay 0 --lr-decay-style co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("variant", by_default(["dora"], ["lora", "rslora", "dora"]))
 def test_trains_as_a_loop_over_peft_does(base: Path, tmp_path: Path, variant: str) -> None:
     flags = f"--lora-variant {variant} --lora-alpha 12 {PLAIN}"
     run(base, tmp_path / "start", f"{flags} --lr 0")
@@ -72,7 +73,7 @@ def test_only_adapters_are_kept_and_what_is_frozen_stays(base: Path, capsys: pyt
     assert sum(weight.numel() for weight in found["weights"].values()) == receipts["trained_parameters"]
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_base_in_half_the_bytes_trains_to_the_same_bits(base: Path) -> None:
     """Autocast rounds the same weights to the same bits before each product."""
     whole = run(base, None, "--mixed-precision bf16")

@@ -47,7 +47,8 @@ LAYOUTS = {  # name: (job, flags of the layout, flags that one process needs, to
 }
 
 
-@pytest.mark.parametrize("layout", by_default(["tp2-pp2"], LAYOUTS))
+@pytest.mark.longer
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_follows_one_process(layout: str) -> None:
     job, flags, more = LAYOUTS[layout]
     found = observed(4, job, True, f"{STEPS} {flags} {more}")[0]
@@ -126,11 +127,11 @@ EXPERTS_ALONE = {
 }
 IN_MIXTURES = [("mixtral", "all-linear,experts,gate", flags) for flags in ALL_OF_MIXTRAL]
 IN_MIXTURES += [(kind, "experts", flags) for kind, several in EXPERTS_ALONE.items() for flags in several]
-DEFAULT = [IN_MIXTURES[-1], ("mixtral", "all-linear,experts,gate", f"--micro-batch-size 1 {GROUPS} {FSDP}")]
-"""The covering table has adapters in mixtures under ZeRO-3."""
+"""For ``make test-longer``. The covering table has adapters in mixtures under every engine."""
 
 
-@pytest.mark.parametrize(("kind", "targets", "flags"), by_default(DEFAULT, IN_MIXTURES))
+@pytest.mark.longer
+@pytest.mark.parametrize(("kind", "targets", "flags"), IN_MIXTURES)
 def test_adapters_in_mixtures_follow_one_process(kind: str, targets: str, flags: str) -> None:
     job = f"{kind}-wide" if PIPELINE in flags else f"{kind}-shallow"  # four blocks for stages
     divided = any(size in flags for size in (TENSOR, CONTEXT, GROUPS))
@@ -182,7 +183,10 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "layout"), by_default([(kind, "") for kind in KINDS], CASES))
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    by_default([(kind, "") for kind in ("adapters of the head", "trained embeddings", "dora")], CASES),
+)
 def test_the_merged_model_is_the_one_that_was_evaluated(
     kind: str, layout: str, tied: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

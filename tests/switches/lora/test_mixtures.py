@@ -29,6 +29,7 @@ STEPS = (
 )
 PLAIN = "--micro-batch-size 8 --clip-grad 0 --weight-decay 0 --lr-decay-style constant"
 EVERYTHING = "--lora-target-modules all-linear,experts,gate"
+KINDS = [("mixtral", EVERYTHING), ("qwen2_moe", "--lora-variant rslora"), ("olmoe", "--lora-target-modules experts")]
 
 
 class _Recorded(Recording, mixtures.PretrainedJob):
@@ -89,7 +90,7 @@ def _objective(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "flags"),
-    [("mixtral", EVERYTHING), ("qwen2_moe", "--lora-variant rslora"), ("olmoe", "--lora-target-modules experts")],
+    by_default(KINDS[:1], KINDS),
 )
 def test_trains_as_a_loop_over_peft_does(kind: str, flags: str, bases: dict[str, Path], tmp_path: Path) -> None:
     run(bases[kind], tmp_path / "start", f"{flags} {PLAIN} --lr 0")
@@ -103,10 +104,8 @@ def test_trains_as_a_loop_over_peft_does(kind: str, flags: str, bases: dict[str,
         torch.testing.assert_close(found["weights"][name].float(), weight, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", by_default(["mixtral", "with a dense layer"], [*sorted(OWN_EXPERTS), "with a dense layer"])
-)
+@pytest.mark.longer
+@pytest.mark.parametrize("kind", [*sorted(OWN_EXPERTS), "with a dense layer"])
 def test_peft_and_transformers_read_what_was_trained(
     kind: str, bases: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,17 +178,6 @@ def test_layers_before_the_first_adapter_are_counted_too(bases: dict[str, Path])
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one(bases: dict[str, Path], tmp_path: Path) -> None:
-    whole = run(bases["mixtral"], None, EVERYTHING)
-    run(bases["mixtral"], tmp_path / "parts", f"{EVERYTHING} --train-iters 2 --lr-decay-iters 4 --keep-checkpoints 1")
-    parts = run(bases["mixtral"], tmp_path / "parts", f"{EVERYTHING} --resume --keep-checkpoints 1")
-    assert parts["weights"].keys() == whole["weights"].keys()
-    for name, weight in whole["weights"].items():
-        assert "lora" in name
-        assert torch.equal(parts["weights"][name], weight), name
-
-
 class _LlamaJob(jobs.CausalJob):
     """A dense model."""
 
@@ -208,7 +196,7 @@ class _OwnJob(jobs.CausalJob):
         return load_mixture(self.config.model.pretrained_model_name_or_path).train()  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_mixture_of_our_own_gets_adapters_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, flags = tmp_path / "mixture/export", "--train-iters 2 --global-batch-size 8 --num-experts 4"
     parity.train("llama", False, f"{flags} --moe-capacity-factor 4", "--save", str(tmp_path / "mixture"))
@@ -240,8 +228,8 @@ def test_new_experts_are_not_frozen(says: Says) -> None:
         parity.train("causal", False, f"{STEPS} --num-experts 4")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("coding", by_default(["int4"], ["int8", "int4"]))
+@pytest.mark.longer
+@pytest.mark.parametrize("coding", ["int8", "int4"])
 def test_experts_in_codes_train_as_the_read_ones_do(coding: str, bases: dict[str, Path], tmp_path: Path) -> None:
     read = AutoModelForCausalLM.from_pretrained(bases["qwen2_moe"])
     with torch.no_grad():
@@ -331,7 +319,7 @@ def _train(kind: Opened, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, after
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_peft_and_transformers_open_the_adapters_of_each_task(tmp_path: Path) -> None:
     for name, kind in kinds().items():
         folder = tmp_path / name.replace(" ", "-")

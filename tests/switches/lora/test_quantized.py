@@ -18,7 +18,6 @@ from tests.support.adapters import Recording, read_codes, train_by_hand
 from tests.support.jobs import CausalJob, PretrainedJob
 from tests.support.messages import Says
 from tests.support.parity import Trained, assert_close, assert_follows, observed, reference, trained, weights_apart
-from tests.support.selection import by_default
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
@@ -102,7 +101,7 @@ LAYERS = [16 * 48, 16 * 16, 16 * 64, 64 * 16]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("coding", FORMATS)
+@pytest.mark.parametrize("coding", [pytest.param("int8", marks=pytest.mark.longer), *FORMATS[1:]])
 def test_adapters_train_as_beside_the_read_weights(
     coding: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,13 +193,12 @@ LAYOUTS = {  # name: (job, fp64, flags of the layout, coding)
     ),
     "offload": ("gpt2-4-tied", False, "--micro-batch-size 4 --cpu-offload", "int8"),
 }  # fmt: skip
-SHORT = ("zero-2-bf16", "sdp", "pipeline")
-"""Layouts that run by default: each coding, and each way to hold the base."""
 
 
 @pytest.mark.distributed
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("layout", by_default(SHORT, LAYOUTS))
+@pytest.mark.longer
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_follows_one_process(layout: str) -> None:
     job, double, flags, coding = LAYOUTS[layout]
     steps, narrow = f"{LORA} --quantize-base {coding}", BF16 in flags

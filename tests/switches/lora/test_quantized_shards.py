@@ -13,7 +13,7 @@ from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import Measured
 from tests.support.parallel_jobs import JOBS
 from tests.support.parity import Trained, assert_close, trained, weights_apart
-from tests.support.requests import CPU, codes, config_of, on
+from tests.support.requests import CPU, config_of, on
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
 FOUR = "nf4" if importlib.util.find_spec("bitsandbytes") else "int4"
 STEPS = (
-    "--train-iters 4 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
+    "--train-iters 2 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
     " --lr 1e-3 --log-interval 1 --lora-rank 3 --lora-alpha 24"
 )
 FSDP, PAIR = "--fsdp-memory-optimization", "--fsdp-shard-size 2"
@@ -93,7 +93,7 @@ def _in_workers(workers: Any, layout: str) -> Observed:
 def test_each_worker_has_its_share_of_the_codes_and_follows_one_process(layout: str) -> None:
     world, _, double, base, flags = LAYOUTS[layout]
     wanted = _observe(layout, f"--micro-batch-size 8 {BF16 if BF16 in flags else ''}")
-    assert len({loss for loss, _ in wanted["curve"]}) == 4
+    assert len({loss for loss, _ in wanted["curve"]}) == 2
     receipts = wanted["summary"]["receipts"]
     if base != "half":
         assert receipts["quantized_layers"] == receipts["adapted_layers"] == len(wanted["codes"]) > 0
@@ -138,11 +138,3 @@ def test_whole_codes_on_any_worker_are_found(
     common |= {"quantized_layers": 2, "quantized_bytes": 100}
     ranks = [common | {"quantized_bytes_on_worker": size} for size in bytes_on_workers]
     assert REGISTRY["lora"].acted(Measured(plan, config, ranks)) == finding
-
-
-@pytest.mark.parametrize(("torch_version", "refused"), [("2.11.0+cu130", ["RF140"]), ("2.12.1", [])])
-def test_older_versions_of_torch_cannot_shard_codes(torch_version: str, refused: list[str]) -> None:
-    place = on(CPU, packages={"peft": "0.17", "torch": torch_version})
-    assert codes(f"--lora-rank 8 --quantize-base int8 {FSDP}", place) == refused
-    assert codes("--lora-rank 8 --quantize-base int8", place) == []
-    assert codes(f"--lora-rank 8 --quantize-base half --mixed-precision bf16 {FSDP}", place) == []

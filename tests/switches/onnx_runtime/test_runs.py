@@ -110,6 +110,7 @@ def test_run_follows_eager(job: str, flags: str, kind: str) -> None:
         assert receipts["saved_tensor_bytes"] < receipts["saved_tensor_bytes_without"]
 
 
+@pytest.mark.longer
 def test_dropout_is_that_of_eager_also_after_a_resume(tmp_path: Path) -> None:
     """Compare GPT-2, stopped after half of its steps, with an uninterrupted run in torch."""
     flags = "--global-batch-size 8 --micro-batch-size 4 --lr 1e-3 --lr-decay-style constant --log-interval 1"

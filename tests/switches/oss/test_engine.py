@@ -58,10 +58,9 @@ CASES = [  # (job, double, flags of two workers, flags of the reference)
     ("classifier", True, f"{IDLE} 30 {OSS}", f"{IDLE} 60"),
     ("causal", False, f"{STEPS} --micro-batch-size 4 {OSS} --optimizer lamb", f"{ALONE} --optimizer lamb"),
 ]
-"""SDP, which also divides the gradients, runs with all jobs by default."""
 
 
-@pytest.mark.parametrize(("job", "double", "flags", "alone"), by_default(CASES[:5], CASES))
+@pytest.mark.parametrize(("job", "double", "flags", "alone"), by_default(CASES[:2], CASES))
 def test_follows_one_process(job: str, double: bool, flags: str, alone: str) -> None:
     expected = reference(job, double, alone)
     for actual in observed(2, job, double, flags):
@@ -71,10 +70,9 @@ def test_follows_one_process(job: str, double: bool, flags: str, alone: str) -> 
     assert max(norm for _, norm in expected["curve"]) > 2 * CLIP
 
 
-@pytest.mark.parametrize(
-    ("switch", "precision"),
-    by_default([(OSS, "fp16"), (SDP, "bf16")], [(switch, kind) for switch in (OSS, SDP) for kind in ("fp16", "bf16")]),
-)
+@pytest.mark.longer
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("switch", [OSS, SDP])
 def test_half_precision_follows_one_process_of_that_precision(switch: str, precision: str) -> None:
     narrow = f"--mixed-precision {precision}"
     expected = reference("causal", False, f"{ALONE} {narrow}")
@@ -87,7 +85,7 @@ def _saved(workers: Any, flags: str, folder: str) -> Trained:
     return train("causal", True, flags, "--save", folder)
 
 
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", by_default(["sdp"], SWITCHES))
 def test_checkpoint_has_all_of_the_state_once_and_from_its_owner(name: str, tmp_path: Path) -> None:
     expected_run = _saved(None, ALONE, str(tmp_path / "one"))
     for run in run_in_workers(2, _saved, f"{ACCUMULATED} {SWITCHES[name]}", str(tmp_path / "two")):
@@ -127,6 +125,7 @@ def _gradients_before_each_update(workers: Any) -> list[int]:
     return held
 
 
+@pytest.mark.longer
 def test_sdp_keeps_the_gradients_of_its_own_parameters_alone() -> None:
     whole = reference("causal", False, ALONE)["summary"]["receipts"]["parameter_bytes"]
     shares = [held[0] for held in run_in_workers(2, _gradients_before_each_update)]
@@ -144,7 +143,7 @@ def _spoiled(workers: Any, switch: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(job.before, job.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("switch", SWITCHES.values())
+@pytest.mark.parametrize("switch", by_default([SDP], SWITCHES.values()))
 def test_loss_that_is_not_finite_on_one_worker_stops_all_with_their_weights(switch: str) -> None:
     assert run_in_workers(2, _spoiled, switch) == [True, True]
 
@@ -164,7 +163,7 @@ def test_parameters_of_two_types_are_refused(says: Says) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", by_default(["oss"], SWITCHES))
 def test_one_worker_runs_as_without_and_is_told(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--train-iters 4 --micro-batch-size 2 --global-batch-size 4"
     plain = reference("causal", False, flags)

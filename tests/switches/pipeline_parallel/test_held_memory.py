@@ -29,7 +29,8 @@ from rapidformer_templates.switches.layout.pipeline_engine import PipelineEngine
 from rapidformer_templates.switches.layout.schedule import Kind
 from rapidformer_templates.system.workers import Workers
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
-from tests.support.selection import by_default
+
+pytestmark = pytest.mark.longer
 
 STAGES, BLOCKS, SAMPLES, WIDTH = 4, 8, 8, 32
 
@@ -134,25 +135,20 @@ def predicted(name: str, rank: int, precision: str, recompute: str) -> int:
     return of_stage(stage, variant_of(layout, setting), layout.accumulation, exact=True).total
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("precision", "recompute"), by_default([("bf16", "full")], [("fp32", "none"), ("bf16", "none"), ("bf16", "full")])
-)
+@pytest.mark.parametrize(("precision", "recompute"), [("fp32", "none"), ("bf16", "none"), ("bf16", "full")])
 def test_a_stage_holds_what_the_planner_predicts(precision: str, recompute: str) -> None:
     for rank in (0, 1, STAGES - 1):
         held = Held("llama", rank, precision, recompute).peak
         assert predicted("llama", rank, precision, recompute) == pytest.approx(held, rel=0.03), rank
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", by_default([1], [1, STAGES - 1]))
+@pytest.mark.parametrize("rank", [1, STAGES - 1])
 def test_transfers_do_not_pile_up(rank: int) -> None:
     few, many = (Held("gpt2", rank, microbatches=count).peak for count in (8, 20))
     own_loss = 4 if rank == STAGES - 1 else 0  # kept until the step is known to be finite
     assert many - few == 12 * (batch(SAMPLES)["input_ids"].nbytes + own_loss)
 
 
-@pytest.mark.slow
 def test_micro_batches_share_the_copies_of_the_weights() -> None:
     """Four micro batches in flight each had their own copy. They compute the same with one shared copy."""
     shared = Held("llama", 0, "bf16")

@@ -121,8 +121,7 @@ def _behave(workers: Any) -> dict[str, Any]:
         "beyond": _beyond(place),
         "shapes": {
             (model, own): _shapes_in_a_step(Case(model, 2, own_loss=own), place)
-            for model in ("llama", "bert", "t5")
-            for own in (False, True)
+            for model, own in (("llama", False), ("bert", True), ("t5", False))
         },
         "fused shapes": _shapes_in_a_step(Case("llama", 2, fused=True, tied=False), place),
         "shapes on shards": _shapes_in_a_step(Case("llama", 2, sequence=True), place),
@@ -231,7 +230,7 @@ def test_generators_are_equal_after_a_step(found: Any) -> None:
 
 # Training: every architecture with a plan, on two and four workers.
 
-STEPS = 5
+STEPS = 3
 ALL = {"sequence": True, "checkpointed": True, "tied": False}
 CASES = [
     *(Case(model, 2, kind="float64") for model in ("llama", "gpt_neox", "gpt2", "bert", "t5")),
@@ -245,15 +244,8 @@ CASES = [
     Case("gpt2", 4, kind="float64", sequence=True, fused=True),
     Case("llama", 4, own_loss=True, tied=False),
 ]
-SHORT = [
-    *(Case(model, 2, kind="float64", **ALL) for model in MODELS),
-    Case("gpt2", 2, kind="float64", fused=True),
-    Case("bert", 2, own_loss=True, sequence=True),
-    Case("roberta", 2, kind="float64", fused=True, own_loss=True, **ALL),
-    Case("own", 2, kind="float64", checkpointed=True),
-    Case("gpt2", 4, kind="float64", sequence=True, fused=True),
-]
-"""Cases that run by default: every architecture, and every other property once."""
+SHORT = [Case("llama", 2, kind="float64", **ALL), Case("bert", 2, own_loss=True, sequence=True)]
+"""Cases that run by default: a decoder with every switch, and an encoder with a loss of the user."""
 BF16 = [
     Case("llama", 2, kind="bfloat16", own_loss=True, sequence=True),
     Case("bert", 2, kind="bfloat16", own_loss=True),
@@ -300,7 +292,8 @@ def test_it_follows_one_worker(case: Case, runs: Any, references: Any) -> None:
         np.testing.assert_allclose(actual["weights"][name], weight, rtol=0, atol=1e-10 if exact else 1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("case", by_default(BF16[-1:], BF16), ids=str)
+@pytest.mark.longer
+@pytest.mark.parametrize("case", BF16, ids=str)
 def test_bf16_follows_one_worker_within_its_rounding(case: Case, runs: Any, references: Any) -> None:
     losses, norms = np.transpose(runs[case]["curve"])
     expected_losses, expected_norms = np.transpose(_reference(case, references)["curve"])

@@ -14,7 +14,6 @@ from tests.support import parity
 from tests.support.compiled_jobs import train_exactly
 from tests.support.messages import Says
 from tests.support.parity import assert_follows, observed, reference
-from tests.support.selection import by_default
 from tests.support.worker_pool import Failure, outcomes_in_workers, run_in_workers
 
 pytestmark = pytest.mark.distributed
@@ -46,9 +45,10 @@ CASES = {
     "context-sequence": ("stages", 4, f"{CONTEXT} {TENSOR} --sequence-parallel {PRODUCTS}"),
     "stages-distributed": ("stages", 4, f"{STAGES} --use-distributed-optimizer {PRODUCTS}"),
 }
-"""Job, workers and flags."""
-SHORT = ("context-ring-recomputed",)
-"""Cases that run by default. The covering table also compiles models that are divided in every way."""
+"""Job, workers and flags.
+
+For ``make test-longer``. The covering table compiles models that are divided in every way.
+"""
 EXPERTS = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
 STRETCHES = f"{TENSOR} --sequence-parallel {AGAIN}"
 MIXTURES = [f"{STAGES} {AGAIN}", STRETCHES, TENSOR]
@@ -65,7 +65,8 @@ def _assert_documented(job: str, layout: str, workers: int, report: Any) -> None
     assert row in GUIDE.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("name", by_default(SHORT, CASES))
+@pytest.mark.longer
+@pytest.mark.parametrize("name", CASES)
 def test_it_follows_one_eager_process_without_a_break(name: str) -> None:
     job, workers, layout = CASES[name]
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {layout}"
@@ -90,6 +91,7 @@ def _train_with_breaks(workers: Any, job: str, flags: str) -> parity.Trained:
         return train_exactly(workers, job, flags)
 
 
+@pytest.mark.longer
 def test_a_graph_break_inside_a_divided_layer_changes_no_number() -> None:
     """A forward that continues after a break must not use the parameters from before."""
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {TENSOR} --sequence-parallel"
@@ -99,7 +101,8 @@ def test_a_graph_break_inside_a_divided_layer_changes_no_number() -> None:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("more", by_default([], ["", PRODUCTS]), ids=["plain", "products"])
+@pytest.mark.longer
+@pytest.mark.parametrize("more", ["", PRODUCTS], ids=["plain", "products"])
 def test_zero_3_gathers_whole_blocks_outside_of_their_graphs(more: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager --zero-3-memory-optimization {more}"
     run = observed(2, "stages", True, flags)[0]
@@ -120,7 +123,8 @@ def test_zero_3_refuses_what_it_would_not_gather(job: str, says: Says) -> None:
     says.text(found.text)
 
 
-@pytest.mark.parametrize("layout", by_default([TENSOR], [TENSOR, STRETCHES]), ids=["plain", "sequence"])
+@pytest.mark.longer
+@pytest.mark.parametrize("layout", [TENSOR, STRETCHES], ids=["plain", "sequence"])
 def test_dropout_draws_as_the_eager_layers_do(layout: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 {layout}"
     eager, run = (
@@ -139,8 +143,8 @@ def test_products_of_broken_graphs_are_refused(says: Says) -> None:
     says.text(found.text)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", by_default([], MIXTURES))
+@pytest.mark.longer
+@pytest.mark.parametrize("layout", MIXTURES)
 def test_only_mixtures_break_graphs_of_blocks_with_experts(layout: str) -> None:
     """This includes recomputed blocks, of which torch would compile nothing."""
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {EXPERTS} {layout}"

@@ -138,17 +138,6 @@ def test_built_once_with_a_message(root: Path, capfd: pytest.CaptureFixture[str]
     assert builds(root) == 1
 
 
-def test_each_device_and_version_has_a_folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts.export("cpu")
-    assert parts.folder("cpu") == root
-    assert parts.folder("cuda").name != root.name
-    metadata = tmp_path / "site" / "deepspeed-9.9.dist-info" / "METADATA"
-    metadata.write_text(metadata.read_text().replace("9.9", "10.0"))
-    assert parts.folder("cpu").name.startswith("deepspeed-10.0-")
-    monkeypatch.setenv(parts.FOLDER, str(tmp_path / "mine"))
-    assert parts.folder("cpu").parent == tmp_path / "mine"
-
-
 def test_half_written_library_does_not_count(root: Path, tmp_path: Path) -> None:
     (root / "cpu_adam").mkdir(parents=True)
     (root / "cpu_adam" / "cpu_adam.so").write_text("half")
@@ -175,13 +164,13 @@ def test_a_stale_lock_is_removed_and_that_of_a_worker_is_respected(
     assert builds(root) == 1
     lock.touch()
     monkeypatch.setattr(parts, "LOCK_SECONDS", 600)
-    threading.Timer(0.5, lock.unlink).start()  # would fail if another process had removed it
+    threading.Timer(0.2, lock.unlink).start()  # would fail if another process had removed it
     said: list[str] = []
     parts.build(["cpu_adam"], "cpu", said.append)
     assert (said, lock.exists()) == ([], False)
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_two_builders_at_once(root: Path) -> None:
     starters = [start(FAKE_SECONDS="2") for _ in range(2)]
     told = [starter.communicate(timeout=60)[1] for starter in starters]
@@ -205,7 +194,7 @@ def test_build_after_a_killed_one(root: Path) -> None:
     assert [line.split()[0] for line in said] == ["building", "built"]
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_ctrl_c_ends_the_build(root: Path) -> None:
     starter = start(FAKE_SECONDS="60")
     processes = [compiler(root), int((root.parent / "builds").read_text())]
