@@ -3,32 +3,17 @@
 import random
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.stand_in_host import ROOM, StandInHost
-from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.forwards import Checkpointed
-from rapidformer_templates.engines.parallel.buckets import bucket_size_for
-from rapidformer_templates.engines.parallel.compute_dtype import GradientTypes, parameters_with_masters
-from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
-from rapidformer_templates.models.blocks import find_blocks, width_of
-from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.registry import REGISTRY, load_object
-from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy import tracing
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
-from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
-from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.stand_ins import no_loss
+from rapidformer_templates.switches.auto_strategy.model_shapes import Variant
 from rapidformer_templates.switches.auto_strategy.trace import Pass, largest_passes, passes
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
-from rapidformer_templates.switches.offload_activations.transform import Offloader, offload_blocks
-from rapidformer_templates.system.workers import Workers
 from tests.support.allocations import measured_allocations
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
 from tests.support.selection import by_default
@@ -65,50 +50,6 @@ def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Vari
         real_step(model, variant)
     assert predicted.peak >= live.peak * 0.997  # 1 KB of a mask is much for a model of this size
     assert predicted.peak == pytest.approx(live.peak, rel=0.01)
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize("sums", by_default([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
-@pytest.mark.parametrize("name", by_default(["llama"], ["gpt2", "llama", "bert"]))
-def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: torch.dtype) -> None:
-    """Norms stay fp32. A 16-bit gradient is freed as soon as it is added to its sum."""
-    variant = Variant(2, precision="bf16", weights="masters", sums=sums.itemsize)
-    model = real_model(name, 5, variant)
-    with_masters = parameters_with_masters(model)
-    trained = [
-        TrainedParameter(name, parameter, compute_dtype=torch.bfloat16 if id(parameter) in with_masters else None)
-        for name, parameter in model.named_parameters()
-    ]
-    alone = Workers(0, 0, 1, torch.device("cpu"))
-    types, bucket_size = GradientTypes(accumulate=sums), bucket_size_for(width_of(model))
-    shards = ShardedGradients(trained, alone, shards=None, tied={}, bucket_size=bucket_size, types=types)
-    with LiveStorages([*model.parameters(), *model.buffers()]) as live:
-        shards.begin_backward(last=True)
-        real_step(model, variant)
-        shards.end_backward()
-        gradients = sum(gradient.nbytes for gradient in shards.gradients())
-    predicted = same_shapes(name).trace(variant)
-    assert predicted.phases[-1].finished == gradients
-    assert predicted.peak >= live.peak - 4096  # a mask of BERT, which is much for a model of this size
-    assert predicted.peak == pytest.approx(live.peak, rel=0.01)
-
-
-OFFLOADED = [("gpt2", "none", "fp32"), ("gpt2", "full", "fp32"), ("llama", "selective", "bf16"), ("t5", "none", "fp32")]
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize(("name", "recompute", "precision"), by_default(OFFLOADED[1:2], OFFLOADED))
-def test_a_trace_knows_what_goes_to_the_host(name: str, recompute: str, precision: str) -> None:
-    variant = Variant(4, recompute, precision, offload=True)
-    with mock.patch(f"{ROOM}.transform.MIN_BYTES", 1024):
-        predicted = same_shapes(name).trace(variant)
-        model = real_model(name, 5, variant)
-        offloader = Offloader(StandInHost(), torch.device("cpu"))
-        offload_blocks(list(find_blocks(model).values()), offloader)
-        with LiveStorages([*model.parameters(), *model.buffers()]) as live:
-            real_step(model, variant)
-    assert predicted.sent == offloader.counts.sent > 0
-    assert predicted.peak == pytest.approx(live.peak, rel=0.003)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
@@ -178,50 +119,11 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> 
     assert model.trace(Variant(4, tensor=2, sequence_parallel=True)).saved < 0.9 * plain.saved
 
 
-SWITCHED = [("gpt2", {"num_experts": 4}), ("llama", {"fused_linear_cross_entropy": True})]
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize(("name", "values"), SWITCHED, ids=["experts", "fused loss"])
-def test_switches_that_change_the_model_are_in_the_trace(name: str, values: dict[str, Any]) -> None:
-    config = REGISTRY.complete(RunConfig()).replace("test", **values)
-    plan = resolve(config, Environment(template="Trainer"))
-    plain = shapes(name)
-    model = ModelShapes(lambda blocks: with_switches(plain.build(blocks).model, config, plan), batch)
-    real = real_model(name, 5, Variant(4))
-    assembly = Assembly(real)
-    for switch in (REGISTRY[switch] for switch in plan.switches if REGISTRY[switch].transform):
-        alone = Workers(0, 0, 1, torch.device("cpu"))
-        load_object(switch.transform)(assembly, Building(config.switches[switch.name], plan, alone, no_loss))
-    with LiveStorages([*real.parameters(), *real.buffers()]) as live:
-        real_step(real, Variant(4))
-    predicted = model.trace(Variant(4))
-    assert predicted.peak == pytest.approx(live.peak, rel=0.002)
-    assert predicted.peak != pytest.approx(plain.trace(Variant(4)).peak, rel=0.01)
-
-
 def test_tensors_without_memory_do_not_count() -> None:
     """DeepSpeed keeps one on the meta device for each parameter, to know its shape."""
     with LiveStorages() as live:
         shape, values = torch.zeros(1000, device="meta"), torch.zeros(10)
     assert live.live == values.nbytes < shape.nbytes
-
-
-MASTERS = Variant(2, precision="bf16", weights="masters")
-
-
-@pytest.mark.parametrize(
-    "variant",
-    by_default([MASTERS], [MASTERS, Variant(4, "selective", tensor=2, sequence_parallel=True)]),
-    ids=["masters", "tensor parallel"],
-)
-def test_a_trace_does_not_depend_on_what_is_remembered(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes("llama")._trace([variant])
-    (remembered := shapes("llama"))._trace([variant])
-    with monkeypatch.context() as patch:
-        patch.setattr(tracing, "run", lambda func, args, kwargs: func(*args, **kwargs))
-        (plain := shapes("llama"))._trace([variant])
-    assert remembered._traces == plain._traces
 
 
 # Passes that a pipeline worker holds at the same time, compared with the formulas of the authors of its schedules.
