@@ -11,7 +11,7 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.backwards import reached_parameters
 from rapidformer_templates.engines.forwards import preserve_state, restored_buffers
 from rapidformer_templates.engines.loss import Recorder, weighted_loss
-from tests.support.jobs import ClassJob
+from tests.support.jobs import CausalJob
 
 INPUT = torch.ones(4, 3)
 IDLE, WITHOUT_TARGETS = MicroBatch(INPUT, [0], targets=4, idle=True), MicroBatch(INPUT, [0], targets=0)
@@ -89,26 +89,16 @@ def test_a_forward_without_trace_draws_no_random_number() -> None:
     assert torch.equal(model[1].running_var, before)
 
 
-class Normed(nn.Module):
-    """A classifier with a batch norm before its last layer."""
+class NormedJob(CausalJob):
+    """A batch norm sees the embeddings."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-        pooled = self.inner.bert(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).pooler_output
-        logits = self.inner.classifier(self.norm(pooled))
-        return nn.functional.cross_entropy(logits, batch["labels"])
-
-
-class NormedJob(ClassJob):
     def make(self) -> nn.Module:
-        return Normed(super().make())
-
-    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return model(**batch)
+        model = super().make()
+        model.norm = norm = nn.BatchNorm1d(16)
+        model.transformer.drop.register_forward_hook(
+            lambda module, inputs, output: (norm(output.detach().flatten(0, 1)), None)[1]
+        )
+        return model
 
 
 def test_the_forwards_of_receipts_do_not_count_for_batch_norm() -> None:

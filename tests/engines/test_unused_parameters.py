@@ -340,25 +340,3 @@ def test_engines_that_gather_blocks_refuse_a_batch_that_leaves_one_out(
         assert ended[rank].kind == "RapidformerError", ended
         what = "these parameters when others do" if begins or skipping == (1,) else "all parameters"
         assert f"a micro batch does not use {what}: inner.bert.encoder.layer.1." in ended[rank].text
-
-
-class ReorderedJob(SkipJob):
-    """From the third step on, the blocks run in the reverse order."""
-
-    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        bert = getattr(model, "module", model).inner.bert
-        if torch.is_grad_enabled() and len(getattr(self, "curve", [])) == 2:
-            bert.encoder.layer = torch.nn.ModuleList(reversed(bert.encoder.layer))
-        return F.cross_entropy(model(batch["input_ids"]), batch["labels"])
-
-
-def _reorder(workers: Any, flags: str) -> None:
-    ReorderedJob([*f"{BY_STEPS} --micro-batch-size 4 {flags}".split(), "--lr", "1e-3"]).fit()
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize("engine", ["fsdp", "zero-3"])
-def test_another_order_of_the_blocks_is_not_called_a_block_that_is_left_out(engine: str) -> None:
-    for failure in outcomes_in_workers(2, _reorder, ENGINES[engine]):
-        assert failure.kind == "RapidformerError", failure
-        assert "a micro batch does not use these parameters when others do: inner.bert.encoder.layer.0" in failure.text

@@ -20,7 +20,6 @@ from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import KEEP_FIRST, DeepJob, FallingMetric
 from tests.support.lines import Died
 from tests.support.parity import trained
-from tests.support.requests import codes
 from tests.support.worker_pool import run_in_workers
 
 DECAY = 0.7
@@ -169,8 +168,3 @@ def _move(workers: Any, folder: str) -> dict[str, Any]:
 def test_another_engine_goes_on_with_the_average(wanted: dict[str, Any], tmp_path: Path) -> None:
     for found in run_in_workers(2, _move, str(tmp_path)):
         assert_follows({**found, "curve": wanted["curve"][:2] + found["curve"]}, wanted)
-
-
-def test_what_is_refused() -> None:
-    assert codes("--ema-decay 1") == ["RF114"]
-    assert "RF115" in codes("--ema-decay 0.9 --zero-3-memory-optimization --cpu-offload --nvme-path /tmp")

@@ -10,7 +10,7 @@ from torch import nn
 
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.engines.parallel import engine
-from rapidformer_templates.engines.parallel.compute_dtype import parameters_with_masters, sum_rows_in_fp32
+from rapidformer_templates.engines.parallel.compute_dtype import sum_rows_in_fp32
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
 from rapidformer_templates.errors import RapidformerError
 from tests.support.jobs import CausalJob, _pad, _sequences
@@ -227,25 +227,6 @@ def test_it_is_a_loop_by_hand() -> None:
     assert weights_apart(found["weights"], wanted) < 1e-4
     kept = [name for name, weight in found["weights"].items() if torch.equal(weight, weight.bfloat16().double())]
     assert not kept, "a checkpoint has the masters, which no format of 16 bits holds"
-
-
-def test_the_export_is_of_the_masters(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    flags = f"{STEPS} --micro-batch-size 8 {BF16}".replace(" --no-export-model", "")
-    found = train("causal", False, f"{flags} --save {tmp_path / 'run'}")
-    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
-    assert {weight.dtype for weight in exported.values()} == {torch.float32}
-    for name, weight in exported.items():
-        torch.testing.assert_close(weight.double(), found["weights"][name], rtol=0, atol=0)
-
-
-def test_norms_stay_fp32_and_nothing_else() -> None:
-    model = CausalJob(["--lr", "1"]).make()
-    with_masters = parameters_with_masters(model)
-    assert {name for name, p in model.named_parameters() if id(p) not in with_masters} == {
-        name for name, _ in model.named_parameters() if ".ln_" in name
-    }
 
 
 class Normalised(CausalJob):

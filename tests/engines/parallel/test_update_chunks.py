@@ -16,7 +16,6 @@ from rapidformer_templates import Data, Trainer
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.parallel import engine
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy import stage_memory
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import predict
@@ -25,7 +24,6 @@ from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.parallel_jobs import JOBS
 from tests.support.parity import Trained, trained
-from tests.support.requests import GPUS, config_of
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
@@ -177,10 +175,3 @@ def test_the_planner_predicts_the_peak(apart: bool) -> None:
     assert predicted.total == pytest.approx(max(job.peaks[1:]), rel=0.03)
     parameters = sum(p.numel() for p in job.make().parameters())
     assert (max(job.peaks[1:]) < 18 * parameters) == apart
-
-
-@pytest.mark.parametrize(("optimizer", "told"), [("apex_adam", "apex.optimizers.FusedAdam"), ("adamw", "")])
-def test_the_plan_names_an_optimizer_that_takes_all_at_once(optimizer: str, told: str) -> None:
-    flags = f"--mixed-precision bf16 --grad-accum-dtype bf16 --optimizer {optimizer}"
-    notes = [note for note in resolve(config_of(flags), GPUS).notes if "at once" in note]
-    assert [note.split()[0] for note in notes] == told.split()

@@ -8,11 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import OptimizerSpec
 from rapidformer_templates.switches.optimizer.updates import Lamb
-from tests.support.jobs import OTHERS, VOCABULARY, CausalJob
+from tests.support.jobs import OTHERS
 from tests.support.parallel_jobs import JOBS, begin, train_all
 from tests.support.parity import reference
 from tests.support.selection import by_default, selected
@@ -138,51 +137,3 @@ def test_a_run_goes_on_in_any_layout_and_in_one_process(tmp_path: Path) -> None:
     whole = reference("gpt2-4-tied", False, f"{RESUMED} --micro-batch-size 8", lr=None)
     end = begin("gpt2-4-tied", str(tmp_path), f"{RESUMED} --micro-batch-size 2 --resume")
     torch.testing.assert_close(torch.tensor([*curve[:-1], *end]), torch.tensor(whole["curve"]), rtol=1e-5, atol=1e-6)
-
-
-MEASURED = "--mixed-precision bf16 --train-iters 2 --micro-batch-size 2 --global-batch-size 16 --lr 1e-3"
-TENSOR = "--tensor-model-parallel-size 2"
-WAYS = {
-    "none": "",
-    "distributed-optimizer": "--use-distributed-optimizer",
-    "zero-1": f"{TENSOR} --zero-1-memory-optimization",
-    "zero-2": f"{TENSOR} --zero-2-memory-optimization",
-}
-WIDTH, BLOCKS = 128, 2
-
-
-class Measured(CausalJob):
-    """Large enough that padding and norms are small in comparison."""
-
-    def make(self) -> torch.nn.Module:
-        sizes = {"n_positions": 64, "n_embd": WIDTH, "n_layer": BLOCKS, "n_head": 2}
-        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY + 1, **sizes, **dropouts))
-
-
-def _bytes(workers: Any, flags: str) -> Any:
-    return Measured([*MEASURED.split(), *flags.split()]).fit()["receipts"]["held_bytes_by_rank"]
-
-
-def _counts() -> tuple[int, int, int]:
-    """Return the number of elements that tensor parallelism divides, of other elements, and of norms."""
-    norms = (2 * BLOCKS + 1) * 2 * WIDTH
-    rows = BLOCKS * 2 * WIDTH  # biases of the products that the group sums
-    divided = BLOCKS * (12 * WIDTH**2 + 7 * WIDTH) + (VOCABULARY + 1) * WIDTH
-    return divided, rows + 64 * WIDTH, norms
-
-
-@pytest.mark.parametrize("way", by_default(["distributed-optimizer"], WAYS))
-def test_bytes_a_worker(way: str) -> None:
-    divided, whole, norms = _counts()
-    tensor = 2 if "zero" in way else 1
-    replicas = 4 // tensor
-    narrow, shares = divided // tensor + whole, 1 if way == "none" else replicas
-    for worker in run_in_workers(4, _bytes, WAYS[way])[0]:
-        assert worker["parameter_bytes"] == pytest.approx(2 * narrow + 4 * norms, rel=2e-3)
-        # Masters and two moments. A norm is its own master.
-        assert worker["optimizer_state_bytes"] == pytest.approx((12 * narrow + 8 * norms) / shares, rel=5e-3)
-        assert worker["gradient_bytes"] == pytest.approx(4 * (narrow + norms) / shares, rel=5e-3)
-        promised = {"none": 18, "distributed-optimizer": 2 + 4 + 12 / 4, "zero-1": 2 + 4 + 12 / 2, "zero-2": 2 + 16 / 2}
-        extra = 2 * norms / narrow  # norms stay fp32
-        assert sum(worker.values()) / (narrow + norms) <= promised[way] + extra + 0.01

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.engines.forwards import Checkpointed
-from rapidformer_templates.errors import ModelError, Refused
+from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
@@ -141,15 +141,6 @@ def test_a_cache_of_keys_and_values_is_refused(says: Says) -> None:
         block(hidden, cache=DynamicCache())
     with torch.no_grad():
         block(hidden, cache=DynamicCache())
-
-
-def test_how_to_recompute_says_that_there_is_recomputation(says: Says) -> None:
-    for flags in (SELECTIVE, "--recompute-num-layers 2", "--recompute-activations"):
-        assert "checkpoint-activations" in Watched([*f"{STEPS} {flags}".split()]).plan.switches
-    note = "checkpoint-activations: the first 2 blocks of a worker recomputes all but its products with weights"
-    assert note in Watched([*f"{STEPS} {SELECTIVE} --recompute-num-layers 2".split()]).plan.notes
-    with says(Refused):
-        _ = Watched([*f"{STEPS} --no-checkpoint-activations {SELECTIVE}".split()]).plan
 
 
 @pytest.mark.parametrize("selective", [False, True])

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers.models.auto import modeling_auto
 
 from rapidformer_templates.switches.layout.context import DivisionTrial
 from tests.support import parity
@@ -101,8 +100,6 @@ def test_a_run_goes_on_in_any_layout_and_in_one_process(tmp_path: Path) -> None:
 
 pytestmark = pytest.mark.distributed
 
-NAMES = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-EQUAL = ("gpt2", "llama", "phimoe")
 MIXING = ("minimax", "falcon_h1", "jamba", "recurrent_gemma")
 """Architectures with linear attention, state spaces and recurrence."""
 REFUSALS = (
@@ -144,13 +141,6 @@ def follows_one_process(name: str, *, is_tried: bool = True) -> bool:
     return True
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize("name", EQUAL)
-def test_attention_alone_mixes_positions(name: str) -> None:
-    tiny(name, may_skip=False)
-    assert follows_one_process(name)
-
-
 @pytest.mark.parametrize("name", by_default(MIXING[:1], MIXING))
 def test_other_ways_to_mix_positions_are_refused(name: str) -> None:
     tiny(name)
@@ -179,10 +169,3 @@ def test_a_part_is_tried_too(name: str, layout: str, workers: int) -> None:
 def test_without_the_trial_linear_attention_would_train_something_else() -> None:
     with pytest.raises(AssertionError, match="not close"):
         follows_one_process("minimax", is_tried=False)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NAMES)
-def test_architecture_follows_one_process_or_is_refused(name: str) -> None:
-    tiny(name)
-    follows_one_process(name)

@@ -28,7 +28,7 @@ from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder
 from tests.support.jobs import CausalJob, _sequences
 from tests.support.messages import Says
-from tests.support.parity import EXACT, assert_close, assert_follows, observed, reference
+from tests.support.parity import EXACT, assert_close, observed
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -193,14 +193,6 @@ def test_a_run_tells_what_it_padded_and_goes_on_where_it_was(tmp_path: Path, say
         Job([*static.split(), str(tmp_path / "parts")]).fit()
 
 
-@pytest.mark.longer
-def test_epochs_are_whole(tmp_path: Path) -> None:
-    summary, lines = _train(tmp_path, "--epochs", "2", "--micro-batch-size", "2")
-    assert summary["epochs"] == 2
-    assert summary["samples"] == 2 * len(_samples())
-    assert lines[len(lines) // 2 - 1]["samples"] == len(_samples())
-
-
 def test_a_run_without_lengths_or_with_a_plain_collate_is_refused(says: Says) -> None:
     class Plain(Job):
         def build_data(self) -> Data:
@@ -221,30 +213,6 @@ def test_a_run_without_lengths_or_with_a_plain_collate_is_refused(says: Says) ->
 CLIP = 0.1
 DYNAMIC = f"--data-iterator dynamic-shape --tokens-per-batch 80 --max-shapes 3 --clip-grad {CLIP} --weight-decay 0.1"
 # Steps of 4 batches, across the borders of epochs of 19.
-STEPS = f"{DYNAMIC} --train-iters 6 --eval-interval 3 --global-batch-size 8 --micro-batch-size 2"
-
-
-@pytest.mark.distributed
-@pytest.mark.longer
-@pytest.mark.parametrize(
-    ("job", "flags"),
-    [
-        ("pretrained-causal", ""),
-        ("pretrained-causal", "--fsdp-memory-optimization --checkpoint-activations"),
-        ("pretrained-masked", ""),
-    ],
-)
-def test_two_workers_follow_one(job: str, flags: str) -> None:
-    expected, actual = reference(job, True, STEPS), observed(2, job, True, f"{STEPS} {flags}")[0]
-    assert len({loss for loss, _ in expected["curve"]}) == 6
-    assert_follows(actual, expected, *EXACT)
-    same = ("samples", "tokens", "epochs")
-    assert [actual["summary"][name] for name in same] == [expected["summary"][name] for name in same]
-    measured, alone = actual["summary"]["receipts"], expected["summary"]["receipts"]
-    for name in ("batch_shapes", "fill", "useful_tokens", "padded_tokens"):
-        assert measured[name] == alone[name]
-    assert len(measured["batch_shapes"]) == 3
-    assert (measured["micro_steps"], alone["micro_steps"]) == (2, 4)
 
 
 def _by_hand(order: DynamicOrder, steps: int) -> list[tuple[float, float]]:

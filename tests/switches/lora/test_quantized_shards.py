@@ -13,7 +13,7 @@ from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import Measured
 from tests.support.parallel_jobs import JOBS
 from tests.support.parity import Trained, assert_close, trained, weights_apart
-from tests.support.requests import CPU, codes, config_of, on
+from tests.support.requests import CPU, config_of, on
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
@@ -138,11 +138,3 @@ def test_whole_codes_on_any_worker_are_found(
     common |= {"quantized_layers": 2, "quantized_bytes": 100}
     ranks = [common | {"quantized_bytes_on_worker": size} for size in bytes_on_workers]
     assert REGISTRY["lora"].acted(Measured(plan, config, ranks)) == finding
-
-
-@pytest.mark.parametrize(("torch_version", "refused"), [("2.11.0+cu130", ["RF140"]), ("2.12.1", [])])
-def test_older_versions_of_torch_cannot_shard_codes(torch_version: str, refused: list[str]) -> None:
-    place = on(CPU, packages={"peft": "0.17", "torch": torch_version})
-    assert codes(f"--lora-rank 8 --quantize-base int8 {FSDP}", place) == refused
-    assert codes("--lora-rank 8 --quantize-base int8", place) == []
-    assert codes(f"--lora-rank 8 --quantize-base half --mixed-precision bf16 {FSDP}", place) == []

@@ -10,8 +10,6 @@ import torch
 from benchmarks.stand_in_host import ROOM, taken_for_a_gpu
 from rapidformer_templates.errors import ModelError, SwitchDidNothing
 from rapidformer_templates.planning.environment import installed_packages
-from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.memory import predict, variant_of
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
@@ -22,7 +20,7 @@ from tests.support.jobs import DeepJob
 from tests.support.messages import Says
 from tests.support.model_shapes import shapes
 from tests.support.plans import planned
-from tests.support.requests import CPU, GPUS, codes, config_of, refusal
+from tests.support.requests import CPU, GPUS, codes, refusal
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
@@ -86,15 +84,6 @@ def test_a_cpu_is_refused_before_any_worker_starts(says: Says) -> None:
     assert codes("--offload-activations", GPUS) == []
     assert codes("--offload-activations --torch-compile", GPUS) == []
     assert codes("--offload-activations --torch-compile cudagraphs", GPUS) == ["RF216"]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    ["", "--checkpoint-activations", "--recompute-activations", "--pipeline-model-parallel-size 2 --num-layers 4"],
-)
-def test_the_plan_says_what_goes_and_where_it_waits(flags: str, says: Says) -> None:
-    plan = resolve(REGISTRY.merge_files(config_of(f"--offload-activations {flags}")), GPUS)
-    says.text("\n".join(note for note in plan.notes if "offload-activations" in note))
 
 
 class Flat(DeepJob):

@@ -67,11 +67,6 @@ class Unexportable(Plain):
         return super().forward(x) + torch.linalg.pinv(x)
 
 
-class Decomposed(Plain):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).cumprod(dim=0)
-
-
 class _OddSlope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +98,6 @@ class Branching(Plain):
     ("block", "named"),
     [
         pytest.param(Unexportable, "aten.linalg_", marks=pytest.mark.longer),
-        (Decomposed, "aten.cumprod"),
         (BackwardUnexportable, "backward cannot run in ONNX Runtime: there is no ONNX for aten.linalg_"),
         (WithoutKernel, "Erf"),
         (Branching, "it is not one graph"),
@@ -227,12 +221,9 @@ def both() -> tuple[list[torch.Tensor], list[list[torch.Tensor | None]]]:
 
 
 @pytest.mark.slow
-def test_values(both: tuple) -> None:
+def test_values_and_gradients(both: tuple) -> None:
     for actual, expected in zip(both[0][0], both[1][0], strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_gradients(both: tuple) -> None:
     for of_actual, of_expected in zip(both[0][1], both[1][1], strict=True):
         for actual, expected in zip(of_actual, of_expected, strict=True):
             wanted = torch.zeros_like(actual) if expected is None else expected

@@ -13,13 +13,11 @@ from torch import nn
 
 from rapidformer_templates.engines.optimizer_state import state_tensors
 from rapidformer_templates.engines.recipe import GroupOptions, default_optimizer, name_of_rule, undecayed
-from rapidformer_templates.planning.config import field_types, value_kind
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.optimizer_states import QUANTIZED_FROM, ParameterShape
 from rapidformer_templates.planning.optimizers import (
     CLASSES,
-    DEEPSPEED_TYPES,
     ELEMENTWISE_OF_TORCH,
     OPTIMIZERS,
     OptimizerClass,
@@ -28,7 +26,6 @@ from rapidformer_templates.planning.optimizers import (
 )
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import load_object
-from rapidformer_templates.switches.optimizer.declaration import OptimizerFlags
 
 PAGE = Path(__file__).parents[3] / "docs/optimizers.md"
 PACKAGES = {package.split(".")[0] for package in installed_packages()} | {"torch", "rapidformer_templates"}
@@ -79,16 +76,6 @@ def _draw_gradients(model: nn.Module, step: int) -> None:
 
 
 # The records
-
-
-def test_the_flag_has_the_names_of_the_records() -> None:
-    assert value_kind(field_types(OptimizerFlags)["optimizer"])[1] == tuple(OPTIMIZERS)
-    assert all(name == facts.name for name, facts in OPTIMIZERS.items())
-
-
-def test_each_type_of_a_deepspeed_file_has_one_record() -> None:
-    types = [kind.lower() for facts in OPTIMIZERS.values() for kind in facts.deepspeed_types]
-    assert len(types) == len(set(types)) == len(DEEPSPEED_TYPES)
 
 
 def test_the_page_about_optimizers_has_every_record() -> None:

@@ -13,12 +13,10 @@ from transformers.trainer_utils import SchedulerType
 from rapidformer_templates.engines.recipe import schedule
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.flags import TrainingFlags
-from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.schedules import OF_SCHEDULES, SHAPING, STYLES
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import CausalJob
 from tests.support.messages import Says
-from tests.support.requests import CPU, config_of
 
 LR, STEPS, WARMUP = 0.5, 40, 6
 FLOOR = {"min_lr": 0.05}
@@ -123,13 +121,6 @@ def test_the_rates_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
     logged = [line["lr"] for line in read_metrics(tmp_path / "metrics.jsonl") if "lr" in line]
     options = {"num_decay_steps": 4, "min_lr_ratio": 0.1}
     assert logged == pytest.approx(rates_of(theirs.get_wsd_schedule, "warmup_stable_decay", options, 3, 12), abs=1e-15)
-
-
-def test_what_acts_is_not_refused() -> None:
-    for name, style in STYLES.items():
-        values = {"min_lr": 0.1, "lr_decay_iters": 30, "lr_num_cycles": 2, "lr_power": 2.0, "lr_wsd_decay_iters": 3}
-        given = {flag: values.get(flag, "linear") for flag in style.takes} | {"lr_decay_style": name, "lr": LR}
-        assert resolve(config_of("").replace("test", **given), CPU)
 
 
 def test_warmup_floor_and_end_of_the_decay() -> None:

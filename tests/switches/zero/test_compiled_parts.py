@@ -138,17 +138,6 @@ def test_built_once_with_a_message(root: Path, capfd: pytest.CaptureFixture[str]
     assert builds(root) == 1
 
 
-def test_each_device_and_version_has_a_folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts.export("cpu")
-    assert parts.folder("cpu") == root
-    assert parts.folder("cuda").name != root.name
-    metadata = tmp_path / "site" / "deepspeed-9.9.dist-info" / "METADATA"
-    metadata.write_text(metadata.read_text().replace("9.9", "10.0"))
-    assert parts.folder("cpu").name.startswith("deepspeed-10.0-")
-    monkeypatch.setenv(parts.FOLDER, str(tmp_path / "mine"))
-    assert parts.folder("cpu").parent == tmp_path / "mine"
-
-
 def test_half_written_library_does_not_count(root: Path, tmp_path: Path) -> None:
     (root / "cpu_adam").mkdir(parents=True)
     (root / "cpu_adam" / "cpu_adam.so").write_text("half")

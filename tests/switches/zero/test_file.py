@@ -11,14 +11,12 @@ import pytest
 
 from rapidformer_templates.engines.step import DynamicLossScale
 from rapidformer_templates.errors import ConfigError, Refused
-from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.zero import declaration, file_check
+from rapidformer_templates.switches.zero import file_check
 from rapidformer_templates.switches.zero.engine import loss_scale_state, restore_loss_scale
 from rapidformer_templates.switches.zero.file_check import deepspeed_problems
 from rapidformer_templates.system import launch
 from tests.support.jobs import CausalJob
 from tests.support.messages import Says
-from tests.support.requests import GPUS, config_of, on
 from tests.support.selection import by_default
 
 loss_scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="needs DeepSpeed")
@@ -135,15 +133,6 @@ def test_what_a_plan_reads_itself_needs_no_child(children: list[Any]) -> None:
     content: dict[str, Any] = {"zero_optimization": plain, "bf16": {"enabled": "auto"}, "gradient_clipping": 0.5}
     assert deepspeed_problems(content) == ()
     assert children == []
-
-
-def test_without_deepspeed_a_note_says_what_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (file_check, declaration):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
-    flags = '--deepspeed-config {"zero_optimization":{"overlap_com":true}} --zero-2-memory-optimization'
-    plan = resolve(config_of(flags), on(GPUS, world_size=2, local_world_size=2))
-    name = "the JSON of --deepspeed-config"
-    assert f"{name}: only DeepSpeed knows its inner keys, and it is not installed here" in plan.notes
 
 
 def test_a_deepspeed_that_does_not_import_is_an_error(
