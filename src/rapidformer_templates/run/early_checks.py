@@ -184,24 +184,6 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
     raise ConfigError(message, where=f"--metric-for-best ({config.origin('metric_for_best')})", hint=hint)
 
 
-def check_mirror(url: str) -> None:
-    """Check that the file system of a URL is known and installed. Does not connect.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    from fsspec import get_filesystem_class
-
-    protocol = url.partition("://")[0] if "://" in url else "file"
-    try:
-        get_filesystem_class(protocol)
-    except ImportError as error:
-        raise ConfigError(f"{protocol}:// needs another package", where="--mirror", hint=str(error)) from error
-    except ValueError as error:
-        hint = "give a URL such as s3://bucket/run, gs://bucket/run, abfs://container/run or file:///folder"
-        raise ConfigError(f"unknown kind of storage '{protocol}://'", where="--mirror", hint=hint) from error
-
-
 def check_folder(config: RunConfig) -> None:
     """Check that the run may use the folder of ``--save``, and that it has one if it needs one.
 
@@ -224,5 +206,14 @@ def check_folder(config: RunConfig) -> None:
                 hint = "give another --save, or copy that elsewhere first"
                 raise ConfigError(message, where=config.origin(name), hint=hint)
         try_folder(folder.path)
-        if training.mirror:
-            check_mirror(training.mirror)
+        if training.mirror:  # the file system of the URL must be known and installed. Nothing connects.
+            from fsspec import get_filesystem_class
+
+            protocol = training.mirror.partition("://")[0] if "://" in training.mirror else "file"
+            try:
+                get_filesystem_class(protocol)
+            except ImportError as error:
+                raise ConfigError(f"{protocol}:// needs another package", where="--mirror", hint=str(error)) from error
+            except ValueError as error:
+                hint = "give a URL such as s3://bucket/run, gs://bucket/run, abfs://container/run or file:///folder"
+                raise ConfigError(f"unknown kind of storage '{protocol}://'", where="--mirror", hint=hint) from error

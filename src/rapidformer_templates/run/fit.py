@@ -62,12 +62,8 @@ def fit(template: Template, then: AfterTraining | None = None, keep: Keep | None
         return scripts.train_in_this_worker(name, flags, template.override_flags, lambda: join_and_train(template))
     if (template.config.launch.nproc_per_node or 1) > 1:
         return scripts.record_outcome(lambda: _train_in_workers(template, keep))
-
-    def train_alone() -> Summary:
-        with kept_process_state():
-            return join_and_train(template, then)
-
-    return scripts.record_outcome(train_alone)
+    with kept_process_state():
+        return scripts.record_outcome(lambda: join_and_train(template, then))
 
 
 def _train_in_workers(template: Template, keep: Keep | None) -> Summary:
