@@ -18,17 +18,16 @@ from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCo
 from rapidformer_templates.models.model_files import check_model_files, check_not_quantized, check_tokenizer_files
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
-from rapidformer_templates.planning.environment import ask_torch_if_needed
+from rapidformer_templates.planning.environment import ask_torch_if_needed, detect
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flag_values import named_sets, weighted
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.resolve import choose_template, resolve
 from rapidformer_templates.planning.switch import TEMPLATES
 from rapidformer_templates.planning.tasks import metric_name, metrics_of
 from rapidformer_templates.run import configure
-from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.lock import try_folder
+from rapidformer_templates.run.folder import RunFolder, try_folder
 from rapidformer_templates.run.push_to_hub import check_push, create_repository
 from rapidformer_templates.run.scripts import ScriptArguments
 from rapidformer_templates.system.launch import is_script, is_worker
@@ -63,7 +62,9 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
         return template  # the search takes longer than importing torch, and must run only once
     ask_torch_if_needed(config.launch.device)
     with mistakes.collect():
-        resolve(config, configure.environment_of_library(template, config), training=True)
+        reason, launch = choose_template(config)[1], config.launch
+        environment = detect(template, reason, device=launch.device, world_size=launch.nproc_per_node)
+        resolve(config, environment, training=True)
     mistakes.run(check_folder, config)
     mistakes.run(check_task_flags, config)
     if config.training.task:

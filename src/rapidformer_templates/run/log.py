@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
@@ -31,7 +31,6 @@ from rapidformer_templates.run.trackers import KINDS, IsLogged, Tracker
 from rapidformer_templates.system.accelerator import HostCopy
 from rapidformer_templates.system.files import JSON_ERRORS, write_json
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
-from rapidformer_templates.system.workers import Workers
 
 RUN_IDS = "runs.json"
 """File with the identity of the run in each tracker, so that a resumed run finds it again."""
@@ -291,9 +290,8 @@ class Progress:
             print_lines(f"step {step:,}/{self._total:,}  {text}")
 
 
-@dataclass
 class Log:
-    """Records the metrics of a run on its main worker.
+    """Records the metrics of a run of ``total`` steps on its main worker, from its current position on.
 
     Attributes:
         metrics: the file of the run folder. None without a folder, and on other workers.
@@ -303,12 +301,19 @@ class Log:
         needs_save: whether the file could not be written for the first time since the last save.
     """
 
-    metrics: MetricsFile | None
-    trackers: Trackers | None
-    progress: Progress
-    workers: Workers
-    failure: RapidformerError | None = field(init=False, default=None)
-    needs_save: bool = field(init=False, default=False)
+    def __init__(self, run: Run, total: int) -> None:
+        folder, training = run.folder if run.workers.is_main else None, run.config.training
+        self.workers = run.workers
+        self.failure: RapidformerError | None = None
+        self.needs_save = False
+        self.metrics = MetricsFile(folder.metrics, run.position.step) if folder else None
+        if self.metrics and self.metrics.garbled:
+            garbled = self.metrics.garbled
+            numbers = ", ".join(map(str, garbled[:8])) + (" …" if len(garbled) > 8 else "")
+            say(run.workers, f"left out lines of metrics.jsonl that cannot be read: {numbers}", loud=True)
+        names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
+        self.trackers = Trackers(run, folder, names) if names and folder else None
+        self.progress = Progress(total, run.position.step, show=run.workers.is_main)
 
     def record(self, line: MetricsLine) -> None:
         """Write a line of metrics to the file and the trackers."""
@@ -341,20 +346,6 @@ class Log:
         """Close the trackers."""
         if self.trackers:
             self.trackers.close()
-
-
-def open_log(run: Run, total: int) -> Log:
-    """Open the log of a run with ``total`` steps at its current position."""
-    folder, step, is_main = run.folder, run.position.step, run.workers.is_main
-    metrics = MetricsFile(folder.metrics, step) if folder and is_main else None
-    if metrics and metrics.garbled:
-        numbers = ", ".join(map(str, metrics.garbled[:8])) + (" …" if len(metrics.garbled) > 8 else "")
-        say(run.workers, f"left out lines of metrics.jsonl that cannot be read: {numbers}", loud=True)
-    training, trackers = run.config.training, None
-    names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
-    if names and folder and is_main:
-        trackers = Trackers(run, folder, names)
-    return Log(metrics, trackers, Progress(total, step, show=is_main), run.workers)
 
 
 class LayerGradNorms:
