@@ -244,10 +244,6 @@ class ChatReader:
         self.notes += [note for note in template.notes if note not in self.notes]
         return template
 
-    @cached_property
-    def _end_tokens(self) -> tuple[str, ...]:
-        return tuple(self.tokenizer.get_added_vocab())
-
     def samples(self, name: str, part: DataPart, columns: Columns) -> TokenizedSamples:
         """Return ``input_ids``, and with ``answers_only`` also ``labels``, which are -100 outside of answers.
 
@@ -293,7 +289,7 @@ class ChatReader:
         """Tokenize texts of one kind, truncated to the length. Texts without a chat template get an end token."""
         end, length = self.tokenizer.eos_token_id, self.seq_length
         bare = bool(texts) and texts[0].bare  # a column holds one kind of value
-        if texts and self.learns_to_stop and not any(map(self._has_end, texts)) and NO_END_NOTE not in self.notes:
+        if texts and self.learns_to_stop and NO_END_NOTE not in self.notes and not self._have_ends(texts):
             self.notes.append(NO_END_NOTE)
         chats = []
         for tokens in encode(self.tokenizer, texts, special=bare, notes=self.notes):
@@ -303,12 +299,13 @@ class ChatReader:
             chats.append(EncodedChat(ids[:length], learned[:length], tokens.split, is_truncated=len(ids) > length))
         return chats
 
-    def _has_end(self, rendered: Rendered) -> bool:
-        """Whether an answer of a text, or the whole text, ends with a token that cannot be part of a word."""
-        if rendered.bare:
+    def _have_ends(self, texts: Sequence[Rendered]) -> bool:
+        """Whether an answer of some text, or the whole text, ends with a token that cannot be part of a word."""
+        if texts[0].bare:
             return self.tokenizer.eos_token_id is not None
-        ends = [end for _, end in rendered.answers] or [len(rendered.text)]
-        return any(rendered.text[:end].rstrip().endswith(self._end_tokens) for end in ends)
+        tokens = tuple(self.tokenizer.get_added_vocab())
+        ends = ((one.text, end) for one in texts for end in [end for _, end in one.answers] or [len(one.text)])
+        return any(text[:end].rstrip().endswith(tokens) for text, end in ends)
 
     def render(self, example: Example) -> Rendered:
         """Return the text of a conversation or completion, and the positions of its answers."""

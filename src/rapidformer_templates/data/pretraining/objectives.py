@@ -11,9 +11,16 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from rapidformer_templates.data.collate import IGNORED, Collate, PadCollate, WindowCollate, shifted_left
+from rapidformer_templates.data.collate import (
+    IGNORED,
+    Collate,
+    DocumentCollate,
+    PadCollate,
+    WindowCollate,
+    shifted_left,
+)
 from rapidformer_templates.data.indexed.blend import Blend
-from rapidformer_templates.data.indexed.corpora import IndexCache
+from rapidformer_templates.data.indexed.corpora import IndexCache, parse_data_path
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.packing import check_packable, check_packable_model
 from rapidformer_templates.data.pretraining import masking
@@ -26,8 +33,6 @@ from rapidformer_templates.models.loading import model_type_of
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.tasks.base import Task
-from rapidformer_templates.data.collate import DocumentCollate
-from rapidformer_templates.data.indexed.corpora import parse_data_path
 
 Samples = GPTSamples | SentencePairs | Documents
 Loss = torch.Tensor | tuple[torch.Tensor, int]
