@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,9 +35,9 @@ class BaseOptimizer(Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
 
-    @abstractmethod
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         """Update a parameter of a group."""
+        raise NotImplementedError
 
 
 class AdamLike(BaseOptimizer):
