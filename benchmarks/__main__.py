@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import Any
 
-from rapidformer_templates.commands.bench.output import add_output_flags, put_out
+from rapidformer_templates.commands.bench.cli import add_output_flags, put_out
 from rapidformer_templates.errors import RapidformerError
 
 QUESTIONS = {

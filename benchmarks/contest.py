@@ -22,7 +22,7 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rapidformer_templates.commands.bench.output import spread
+from rapidformer_templates.commands.bench.cli import spread
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:

@@ -36,12 +36,12 @@ from benchmarks.contest import (
 )
 from benchmarks.workers import run_in_workers
 from rapidformer_templates.data.collate import WindowCollate
-from rapidformer_templates.data.indexed.cache import IndexCache
+from rapidformer_templates.data.indexed.corpora import IndexCache
 from rapidformer_templates.data.indexed.dataset import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
 from rapidformer_templates.data.indexed.writer import IndexedWriter
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import BatchRequest
-from rapidformer_templates.data.pretraining.windows import GPTSamples
+from rapidformer_templates.data.pretraining.samples import GPTSamples
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.process_state import keep_freed_memory

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from transformers import BertConfig, BertModel
 
 from benchmarks.contest import Advance, Answer, Contest, Flag, asks, bars, mean_sd, progress, table, verdict
-from rapidformer_templates.commands.bench.output import spread
+from rapidformer_templates.commands.bench.cli import spread
 from rapidformer_templates.engines.shards import Shard, ShardKind, whole_shard
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.run.checkpoint import check as checkpoint_check

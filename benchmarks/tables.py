@@ -35,9 +35,15 @@ from benchmarks.contest import (
 )
 from benchmarks.loops import HAND_WRITTEN, HF_TRAINER, Job, train
 from benchmarks.workers import Loop
-from rapidformer_templates.commands.bench.flops import MatrixProduct, training_flops
-from rapidformer_templates.commands.bench.models import SCALES, BenchModel, cpu_is_fast_at_bf16, fast_precision
-from rapidformer_templates.commands.bench.output import spread
+from rapidformer_templates.commands.bench.cli import spread
+from rapidformer_templates.commands.bench.models import (
+    SCALES,
+    BenchModel,
+    MatrixProduct,
+    cpu_is_fast_at_bf16,
+    fast_precision,
+    training_flops,
+)
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.environment import kind_of
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts

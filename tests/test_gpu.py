@@ -1,6 +1,7 @@
 """Everything that only a GPU can show. All other tests run on the CPU."""
 
 import gc
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rapidformer_templates import Data
 from rapidformer_templates.errors import DataError, NonFiniteLoss
 from rapidformer_templates.run.folder import read_metrics
-from rapidformer_templates.run.performance import read_summary
 from tests.support.ahead import FLAGS, Line
 from tests.support.index_jobs import Job as IndexJob
 from tests.support.jobs import VOCABULARY, CausalJob
@@ -128,7 +128,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 def test_profile_sees_the_device(tmp_path: Path) -> None:
     flags = "--train-iters 12 --micro-batch-size 4 --profile 5 --lr 1e-3"
     CausalJob([*flags.split(), "--save", str(tmp_path / "run")]).fit()
-    found = read_summary(tmp_path / "run/profile")
+    found = json.loads((tmp_path / "run/profile/summary.json").read_text())
     assert found["device_busy_ms"] > 0
     assert 0 <= found["device_idle_share"] < 1
 

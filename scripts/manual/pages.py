@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import rapidformer_templates
-from rapidformer_templates.commands.catalogue import MATRIX_MACHINE, compatibility, with_additions
-from rapidformer_templates.commands.explain import explanation
+from rapidformer_templates.commands.catalogue import MATRIX_MACHINE, compatibility, explanation, with_additions
 from rapidformer_templates.commands.plan import PlanFlags
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_parser import build_parser

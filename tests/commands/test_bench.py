@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rapidformer_templates.commands.bench import calibrate, models
 from rapidformer_templates.commands.bench.calibrate import Stopwatch, fit_factors, fit_line, fit_parts, predict_steps
 from rapidformer_templates.commands.bench.cli import main
-from rapidformer_templates.commands.bench.flops import training_flops
-from rapidformer_templates.commands.bench.models import cpu_is_fast_at_bf16, fast_precision
+from rapidformer_templates.commands.bench.models import cpu_is_fast_at_bf16, fast_precision, training_flops
 from rapidformer_templates.commands.bench.run import figures_of
 from rapidformer_templates.switches.auto_strategy import device_file
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing

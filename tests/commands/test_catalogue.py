@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands.catalogue import CompatibilityTable, compatibility
-from rapidformer_templates.commands.explain import explain
+from rapidformer_templates.commands.catalogue import CompatibilityTable, compatibility, explain
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flag_parser import parse

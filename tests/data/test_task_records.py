@@ -10,9 +10,9 @@ import transformers
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+from rapidformer_templates.data.finetuning.chat_samples import added_tokens, once
 from rapidformer_templates.data.streaming import StreamedSamples
 from rapidformer_templates.data.tasks import Task
-from rapidformer_templates.data.text.special_tokens import added_tokens, once
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.planning.config import RunConfig, field_types, value_kind
 from rapidformer_templates.planning.flags import TrainingFlags

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from rapidformer_templates.commands.bench import flops
-from rapidformer_templates.commands.bench.flops import MatrixProduct
+from rapidformer_templates.commands.bench.models import MatrixProduct
 from rapidformer_templates.commands.main import main
 from tests.support import stand_in
 from tests.support.worker_pool import run_in_workers

@@ -18,11 +18,10 @@ import pytest
 
 from rapidformer_templates import Data
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from rapidformer_templates.run import lock as run_lock
+from rapidformer_templates.run import folder as run_folder
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
-from rapidformer_templates.run.folder import CONTENTS, RunFolder, read_metrics
-from rapidformer_templates.run.lock import RunLock
+from rapidformer_templates.run.folder import CONTENTS, RunFolder, RunLock, read_metrics
 from rapidformer_templates.system.workers import Workers
 from tests.support.crash_points import each_crash
 from tests.support.lines import FLAGS, Died, Line, Mortal
@@ -158,7 +157,7 @@ def test_a_second_run_is_refused_and_told_of_the_first(flags: list[str], half: P
         train(folder, *flags)
     assert contents(folder) == before
     lock.release(remove=True)
-    assert not (half / run_lock.NAME).exists()
+    assert not (half / run_folder.LOCK).exists()
     assert (tmp_path / "run").exists() is False, "a folder that was made for the lock alone goes with it"
 
 
@@ -174,7 +173,7 @@ def test_a_run_holds_its_folder_and_leaves_no_lock(tmp_path: Path) -> None:
                 train(tmp_path, "--resume")
 
     Nosy([*SHORT, "--save", str(tmp_path)]).fit()
-    assert not (tmp_path / run_lock.NAME).exists()
+    assert not (tmp_path / run_folder.LOCK).exists()
     train(tmp_path, "--resume")
 
 
@@ -196,9 +195,9 @@ def _in_a_process(body: Callable[[], object]) -> Iterator[Any]:
 @pytest.mark.durable
 def test_kill_9_leaves_no_lock(tmp_path: Path) -> None:
     with _in_a_process(RunLock(tmp_path).acquire) as child, pytest.raises(ConfigError, match=f"process {child.pid} on"):
-        run_lock.try_folder(tmp_path)
-    assert json.loads((tmp_path / run_lock.NAME).read_text())["process"] == child.pid
-    run_lock.try_folder(tmp_path)
+        run_folder.try_folder(tmp_path)
+    assert json.loads((tmp_path / run_folder.LOCK).read_text())["process"] == child.pid
+    run_folder.try_folder(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -208,7 +207,7 @@ def test_a_loader_process_does_not_keep_the_lock(tmp_path: Path) -> None:
     lock.acquire()
     with _in_a_process(lambda: None):
         lock.release(remove=True)
-        run_lock.try_folder(tmp_path)
+        run_folder.try_folder(tmp_path)
 
 
 def test_the_lock_lasts_as_long_as_any_worker(tmp_path: Path) -> None:
@@ -219,13 +218,13 @@ def test_the_lock_lasts_as_long_as_any_worker(tmp_path: Path) -> None:
     assert other.acquire_shared(token, write=True)
     first.release(remove=False)
     with pytest.raises(ConfigError, match="another run writes into"):
-        run_lock.try_folder(tmp_path)
+        run_folder.try_folder(tmp_path)
     other.release(remove=False)
-    run_lock.try_folder(tmp_path)
+    run_folder.try_folder(tmp_path)
 
 
 def test_a_file_system_without_locks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says) -> None:
-    with mock.patch.object(run_lock.fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+    with mock.patch.object(run_folder.fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
         train(tmp_path)
     says.text("\n".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")))
 
@@ -343,7 +342,7 @@ def test_garbled_metrics_stop_no_resume(half: Path, tmp_path: Path, capsys: pyte
 
 def test_a_lock_that_is_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
     """The previous run removes the file after this run opens it and before this run locks it."""
-    flock, lock = run_lock.fcntl.flock, RunLock(tmp_path)
+    flock, lock = run_folder.fcntl.flock, RunLock(tmp_path)
     removed: list[Path] = []
 
     def late(*arguments: Any) -> None:
@@ -352,8 +351,8 @@ def test_a_lock_that_is_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
             removed.append(lock.path)
         flock(*arguments)
 
-    with mock.patch.object(run_lock.fcntl, "flock", late):
+    with mock.patch.object(run_folder.fcntl, "flock", late):
         lock.acquire()
     with pytest.raises(ConfigError, match="another run writes into"):
-        run_lock.try_folder(tmp_path)
+        run_folder.try_folder(tmp_path)
     lock.release(remove=True)

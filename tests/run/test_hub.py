@@ -87,7 +87,7 @@ def test_a_run_downloads_what_it_needs_and_the_next_one_nothing(
 
 def _find(workers: Any, url: str, home: Path) -> tuple[str, str]:
     with using_hub(url, home):
-        return str(model_folder(MODEL, None, "weights", flag="")), str(find_or_download(DATA, None, "").folder)
+        return str(model_folder(MODEL, None, "weights", flag="")), str(find_or_download(DATA, None, ""))
 
 
 @pytest.mark.longer

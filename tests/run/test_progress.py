@@ -21,7 +21,7 @@ from rapidformer_templates import Data
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.run.console import LEAST_SMOOTHED, RATE, SPEED, curves_of, draw_curves
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.performance import DATA, STEP, TRAIN, read_summary, summary
+from rapidformer_templates.run.performance import DATA, STEP, TRAIN, summary
 from rapidformer_templates.system.terminal import print_lines
 from tests.support.lines import FLAGS as LINE
 from tests.support.lines import Line
@@ -191,7 +191,7 @@ class _SlowData(Line):
 def test_a_run_writes_where_its_time_went(tmp_path: Path) -> None:
     _SlowData([*LINE, "--epochs", "2", "--save", str(tmp_path / "run"), "--profile", "4"]).fit()
     folder = tmp_path / "run/profile"
-    found = read_summary(folder)
+    found = json.loads((folder / "summary.json").read_text())
     assert found["steps"] == 4
     assert found["waiting_for_data_ms"] >= 20
     assert found["python_ms"] >= 10

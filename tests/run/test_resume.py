@@ -15,7 +15,7 @@ import torch
 from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.errors import CheckpointError, ConfigError
-from rapidformer_templates.run import lock as run_lock
+from rapidformer_templates.run import folder as run_lock
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.folder import read_metrics

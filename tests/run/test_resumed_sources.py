@@ -25,7 +25,7 @@ from rapidformer_templates.data.fingerprints import checksum
 from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.loader import load, train_requests
 from rapidformer_templates.data.order import SampleOrder
-from rapidformer_templates.data.pretraining.windows import GPTSamples
+from rapidformer_templates.data.pretraining.samples import GPTSamples
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.indexed_sets import numbered

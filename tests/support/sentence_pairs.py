@@ -9,7 +9,7 @@ from transformers import BertTokenizer
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.indexed.writer import IndexedWriter
 from rapidformer_templates.data.pretraining.masking import MaskTokens
-from rapidformer_templates.data.pretraining.sentence_pairs import SentencePairs
+from rapidformer_templates.data.pretraining.samples import SentencePairs
 
 CLS, SEP, FIRST, FEW, WORDS = 2, 3, 5, 2000, 20_000
 

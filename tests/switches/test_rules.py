@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.commands.explain import example_request
+from rapidformer_templates.commands.catalogue import example_request
 from rapidformer_templates.commands.plan import PlanFlags
 from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.planning.config import RunConfig, spelling

@@ -18,8 +18,8 @@ from torch import nn
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.run import launch_from_python
+from rapidformer_templates.run.folder import RunLock
 from rapidformer_templates.run.launch_from_python import TEMPLATE
-from rapidformer_templates.run.lock import RunLock
 from rapidformer_templates.system import tensor_files
 from rapidformer_templates.system.files import (
     PREFIX,

@@ -1,18 +1,21 @@
-"""``rapidformer switches``: the catalogue of the switches, and which of them go together."""
+"""``rapidformer switches`` and ``explain``: which switches go together, and what each rule says."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.errors import ConfigError, Suggestion, lines_of
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
-from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.flag_parser import CommandParser, parse
 from rapidformer_templates.planning.registry import REGISTRY, Registry, in_words
 from rapidformer_templates.planning.request import build_request
-from rapidformer_templates.planning.resolve import apply
+from rapidformer_templates.planning.resolve import apply, nearest, to_suggestion
 from rapidformer_templates.planning.switch import ADD, TEMPLATES, Change, Request, Rule, Switch
 from rapidformer_templates.system.terminal import console
 
@@ -114,3 +117,110 @@ def show(registry: Registry) -> None:
     print(" " * 26 + "".join(f"{number:<4}" for number in range(1, len(rows) + 1)))
     for number, (switch, cells) in enumerate(zip(registry.switches, rows, strict=True), 1):
         print(f"{number:>2} {switch.name:<23}" + "".join(f"{cell:<4}" for cell in cells))
+
+
+NAMES = re.compile(r"--|peft|tf32|torch")
+"""First words of a reason that stay in lower case."""
+
+
+def explain_main(argv: Sequence[str]) -> int:
+    """Print the explanation of a rule, or the titles of all rules or of those about a subject.
+
+    Args:
+        argv: words after ``rapidformer explain``: the code as declared, or ``6``, ``rf6`` or ``RF06`` for ``RF006``, or
+            a word of titles, such as ``fsdp``.
+
+    Raises:
+        ConfigError: there is no such rule.
+    """
+    word = " ".join(argv)
+    code = word.upper()
+    if parts := re.fullmatch(r"([A-Z]*)(\d+)", code):
+        code = f"{parts[1] or 'RF'}{int(parts[2]):03}"
+    if any(rule.code == code for rule in REGISTRY.all_rules):
+        print(explain(code, REGISTRY))
+        return 0
+    of_switch = [rule for switch in REGISTRY.switches if switch.name == word.lower() for rule in switch.rules]
+    about = [rule for rule in REGISTRY.all_rules if rule in of_switch or word.lower() in rule.title.lower()]
+    if not about:
+        raise ConfigError(f"there is no rule {word}", hint="rapidformer explain lists all rules, and explains RF006")
+    print("\n".join(f"{rule.code}  {rule.title}" for rule in about))
+    return 0
+
+
+def explain_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``rapidformer explain``, for its help and for completion."""
+    about = "Print a rule, the reason for it, an example that breaks it, and what to do instead."
+    parser = CommandParser(prog="rapidformer explain", description=about, epilog="example: rapidformer explain RF006")
+    text = "code of the rule, such as RF006 or 6, or a word of titles (default: list all rules)"
+    parser.add_argument("code", nargs="?", metavar="CODE", help=text)
+    return parser
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The parts of the explanation of a rule.
+
+    Attributes:
+        why: the reason, as a sentence.
+        source: where the reason comes from.
+        command: a command that breaks the rule.
+        machine: facts of the machine on which the command breaks it, or an empty text.
+        answer: the answer to the command: the error or the note, and the flags that it is about.
+        instead: the nearest commands that work. Empty if the rule only adds a note to the plan.
+    """
+
+    why: str
+    source: str
+    command: str
+    machine: str
+    answer: str
+    instead: Sequence[Suggestion]
+
+
+def explanation(rule: Rule, registry: Registry) -> Explanation:
+    """Break the rule with its example, and return what happens."""
+    request = example_request(rule, registry)
+    finding = rule.check(request)[0]
+    answer = f"error[{rule.code}]: {finding.message}" if rule.refuses else f"note: {finding.message}"
+    if rule.refuses and finding.asked:
+        answer += f"\n  asked  {', '.join(finding.asked)}"
+    why = rule.why if NAMES.match(rule.why) else rule.why[:1].upper() + rule.why[1:]
+    return Explanation(
+        why=f"{why}.",
+        source=in_words(rule.source),
+        command=f"{'rapidformer' if rule.training else 'rapidformer plan'} {rule.example}",
+        machine=", ".join(f"{name} {value}" for name, value in rule.machine.items()),
+        answer=answer,
+        instead=tuple(to_suggestion(path, request) for path in nearest(request, registry)) if rule.refuses else (),
+    )
+
+
+def explain(code: str, registry: Registry) -> str:
+    """Return the explanation of a rule as a text for a terminal."""
+    rule = next(rule for rule in registry.all_rules if rule.code == code)
+    entry = explanation(rule, registry)
+    sections = {
+        "Why": [entry.why, f"Source: {entry.source}."],
+        "Example": [
+            f"$ {entry.command}" + (f"   # on a machine with {entry.machine}" if entry.machine else ""),
+            *entry.answer.splitlines(),
+        ],
+        "What to do instead": lines_of(entry.instead) or ["Nothing: the run starts."],
+    }
+    parts = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items()]
+    return "\n\n".join([f"{rule.code}: {rule.title}", *parts])
+
+
+def example_request(rule: Rule, registry: Registry) -> Request:
+    """Return the request of a rule's example, parsed in the same way as by ``rapidformer plan``."""
+    from rapidformer_templates.commands.plan import PlanFlags
+    from rapidformer_templates.planning.resolve import choose_template
+
+    parsed = parse(shlex.split(rule.example), registry.options(), user=PlanFlags)
+    workers = parsed.user.workers or 1
+    config = dataclasses.replace(parsed, user=None)
+    template, origin = choose_template(config, registry)
+    environment = Environment(template=template, template_origin=origin, world_size=workers, local_world_size=workers)
+    environment = dataclasses.replace(environment, **rule.machine)
+    return build_request(config, environment, registry.switches, training=rule.training)

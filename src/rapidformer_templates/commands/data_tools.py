@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -245,13 +244,17 @@ def verify_main(options: argparse.Namespace) -> int:
         try:
             damages[prefix] = tools.verify(prefix)
         except DataError as error:  # its files do not fit together, but the other sets are checked, too
-            damages[prefix] = [tools.Damage(Path(error.where or prefix), error.message)]
+            damages[prefix] = [tools.Damage(error.where or prefix, error.message)]
     written = []
     if options.write_sums:
         written = [str(tools.add_sums(prefix)) for prefix, damage in damages.items() if damage is None]
     if options.json:
         sets = [
-            {"prefix": prefix, "checked": damage is not None, "damage": [part.to_json() for part in damage or ()]}
+            {
+                "prefix": prefix,
+                "checked": damage is not None,
+                "damage": [dataclasses.asdict(part) for part in damage or ()],
+            }
             for prefix, damage in damages.items()
         ]
         print(to_json({"ok": not any(damages.values()), "sets": sets, "written": written}), end="")

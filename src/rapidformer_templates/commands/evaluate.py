@@ -93,7 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_the_place = [place for name, place in WITHIN.items() if name in values and place not in values]
     of_its_data = saved_model.OF_ITS_DATA if own_data else of_the_place if names_data else saved_model.WHERE
     if not script:
-        config = _config(saved, {**of_a_run, **values}, of_its_data)
+        # The flags of the evaluation, as the configuration of a run that does not train.
+        config = saved.config((*saved_model.OF_THE_RUN, *of_its_data), **{**of_a_run, **values})
+        if not config.data.is_named:
+            hint = "name data with --data-dir and --data-name"
+            raise ConfigError("no data is named, and there is no run to take it from", where="--data-dir", hint=hint)
         _check_files(config, part, own_data=own_data)
 
     from rapidformer_templates.run.fit import evaluate
@@ -131,22 +135,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return saved_model.in_workers(
         template.config.launch.nproc_per_node, template.config.launch.master_port, check, body
     )
-
-
-def _config(saved: SavedModel, values: saved_model.Values, of_its_data: Sequence[str]) -> RunConfig:
-    """Return the flags of the evaluation as the configuration of a run that does not train.
-
-    Args:
-        of_its_data: flags that select the data of the run, if they are evaluated.
-
-    Raises:
-        ConfigError: no data is named and the run has none.
-    """
-    config = saved.config((*saved_model.OF_THE_RUN, *of_its_data), **values)
-    if not config.data.is_named:
-        hint = "name data with --data-dir and --data-name"
-        raise ConfigError("no data is named, and there is no run to take it from", where="--data-dir", hint=hint)
-    return config
 
 
 def _check_files(config: RunConfig, part: str | None, *, own_data: bool) -> None:

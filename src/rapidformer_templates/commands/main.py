@@ -96,7 +96,7 @@ OTHERS = {
 REFERENCE = {
     "plan": CommandHome("plan"),
     "switches": CommandHome("catalogue"),
-    "explain": CommandHome("explain"),
+    "explain": CommandHome("catalogue", "explain_main", "explain_parser"),
     "doctor": CommandHome("doctor"),
 }
 """The commands that start nothing. ``rapidformer`` itself shows their help."""

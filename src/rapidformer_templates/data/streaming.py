@@ -291,8 +291,7 @@ class StreamedSamples(Endless):
                 "epoch": self.rows.epoch,
                 "stream": copy.deepcopy(self.rows.state()),
                 "left": result.remainder,
-                # A checkpoint of an older version has no reasons.
-                "reasons": add_by_reason(self._next.get("reasons", {}), skipped),
+                "reasons": add_by_reason(self._next["reasons"], skipped),
                 "last": last,
             }
             if count:

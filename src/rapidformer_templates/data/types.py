@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import torch
-from collections.abc import Sized
-from typing import TypeVar
-
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flag_values import SET_NAME, TEST
+
+if TYPE_CHECKING:
+    import torch
 
 Sample = Mapping[str, Any]
 """A sample with named fields, usually rows of tokens and labels."""

@@ -93,15 +93,15 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
         build_reference: builds the reference model for preferences, if it is not the initial model.
     """
     engine: Engine = load_object(run.plan.engine)(run.plan, run.workers, clip_grad=run.config.training.clip_grad)
+
+    def frozen_reference() -> nn.Module:
+        with engine.construction() as construction:
+            if build_reference:
+                return engine.frozen(build_reference())
+            return engine.frozen(_transformed(run, _build_model(run, construction), construction).model)
+
     with process_state.measured_peak(run.workers.device) as run.setup_peak:
         _set_up(run, engine)
-
-        def frozen_reference() -> nn.Module:
-            with engine.construction() as construction:
-                if build_reference:
-                    return engine.frozen(build_reference())
-                return engine.frozen(_transformed(run, _build_model(run, construction), construction).model)
-
         provide_reference(run, frozen_reference)
     if timeout := run.config.launch.worker_timeout:
         set_group_timeouts(30 * timeout)  # the watch ends a run that hangs, because it can name the worker
@@ -124,7 +124,12 @@ def _set_up(run: Run, engine: Engine) -> None:
         groups = OPTIMIZERS[plan.optimizer].groups
         run.parameter_groups = load_object(groups)(model) if groups else undecayed
         if training.layerwise_lr_decay is not None and run.trains:
-            run.depths = depths_of(model, _parameters_by_use(run, model))
+            uses = FirstUses(model)
+            if run.data.train is not None:  # the order in which the loss of a sample uses the parameters
+                gradients_off = until_first_backward(model.parameters)
+                with torch.no_grad(), in_evaluation(model), allow_trial(run.task), uses, gradients_off:
+                    _loss_of_one(run, model)
+            run.depths = depths_of(model, None if run.data.train is None else uses.names)
 
         # 2. The transforms of the switches.
         assembly = _transformed(run, model, construction)
@@ -218,19 +223,6 @@ def _transformed(run: Run, model: nn.Module, construction: ModelUnderConstructio
             with allow_trial(run.task):
                 load_object(switch.transform)(assembly, building)
     return assembly
-
-
-def _parameters_by_use(run: Run, model: nn.Module) -> list[str] | None:
-    """Return the names of the parameters in the order in which the loss of a sample uses them. None without a sample.
-
-    The model is not transformed yet.
-    """
-    if run.data.train is None:
-        return None
-    uses = FirstUses(model)
-    with torch.no_grad(), in_evaluation(model), allow_trial(run.task), uses, until_first_backward(model.parameters):
-        _loss_of_one(run, model)
-    return uses.names
 
 
 def _try_labels(run: Run, model: nn.Module) -> None:

@@ -184,12 +184,6 @@ def environment_of(
     )
 
 
-def environment_of_library(template: str, config: RunConfig) -> Environment:
-    """Return the environment of a black-box run of one of the library's templates."""
-    launch = config.launch
-    return detect(template, _reason(template, config), device=launch.device, world_size=launch.nproc_per_node)
-
-
 def resolve_plan(template: type[Template], config: RunConfig, *, training: bool = True) -> Plan:
     """Return the plan of a training run, or of a session, which needs no folder and no number of steps.
 
@@ -209,18 +203,13 @@ def choose(argv: Sequence[str]) -> tuple[str, str]:
 def _origin(template: type[Template], config: RunConfig) -> str:
     """Return where the template was chosen: ``train.py:8`` for a class, or the reason in a black-box run."""
     if template.__name__ == library_template(template):
-        return _reason(template.__name__, config)
+        chosen, reason = choose_template(config)
+        return reason if chosen == template.__name__ else "in code"
     try:
         line = inspect.getsourcelines(template)[1]
     except (OSError, TypeError):  # for example, a class that was typed at a prompt
         return "in code"
     return f"{_file(template)}:{line}"
-
-
-def _reason(template: str, config: RunConfig) -> str:
-    """Return the reason why a run uses one of the library's templates."""
-    chosen, reason = choose_template(config)
-    return reason if chosen == template else "in code"
 
 
 def _file(template: type[Template]) -> str:

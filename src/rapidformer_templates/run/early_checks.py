@@ -18,17 +18,16 @@ from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCo
 from rapidformer_templates.models.model_files import check_model_files, check_not_quantized, check_tokenizer_files
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
-from rapidformer_templates.planning.environment import ask_torch_if_needed
+from rapidformer_templates.planning.environment import ask_torch_if_needed, detect
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flag_values import named_sets, weighted
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.resolve import choose_template, resolve
 from rapidformer_templates.planning.switch import TEMPLATES
 from rapidformer_templates.planning.tasks import metric_name, metrics_of
 from rapidformer_templates.run import configure
-from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.lock import try_folder
+from rapidformer_templates.run.folder import RunFolder, try_folder
 from rapidformer_templates.run.push_to_hub import check_push, create_repository
 from rapidformer_templates.run.scripts import ScriptArguments
 from rapidformer_templates.system.launch import is_script, is_worker
@@ -63,7 +62,9 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
         return template  # the search takes longer than importing torch, and must run only once
     ask_torch_if_needed(config.launch.device)
     with mistakes.collect():
-        resolve(config, configure.environment_of_library(template, config), training=True)
+        reason, launch = choose_template(config)[1], config.launch
+        environment = detect(template, reason, device=launch.device, world_size=launch.nproc_per_node)
+        resolve(config, environment, training=True)
     mistakes.run(check_folder, config)
     mistakes.run(check_task_flags, config)
     if config.training.task:
@@ -184,24 +185,6 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
     raise ConfigError(message, where=f"--metric-for-best ({config.origin('metric_for_best')})", hint=hint)
 
 
-def check_mirror(url: str) -> None:
-    """Check that the file system of a URL is known and installed. Does not connect.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    from fsspec import get_filesystem_class
-
-    protocol = url.partition("://")[0] if "://" in url else "file"
-    try:
-        get_filesystem_class(protocol)
-    except ImportError as error:
-        raise ConfigError(f"{protocol}:// needs another package", where="--mirror", hint=str(error)) from error
-    except ValueError as error:
-        hint = "give a URL such as s3://bucket/run, gs://bucket/run, abfs://container/run or file:///folder"
-        raise ConfigError(f"unknown kind of storage '{protocol}://'", where="--mirror", hint=hint) from error
-
-
 def check_folder(config: RunConfig) -> None:
     """Check that the run may use the folder of ``--save``, and that it has one if it needs one.
 
@@ -224,5 +207,14 @@ def check_folder(config: RunConfig) -> None:
                 hint = "give another --save, or copy that elsewhere first"
                 raise ConfigError(message, where=config.origin(name), hint=hint)
         try_folder(folder.path)
-        if training.mirror:
-            check_mirror(training.mirror)
+        if training.mirror:  # the file system of the URL must be known and installed. Nothing connects.
+            from fsspec import get_filesystem_class
+
+            protocol = training.mirror.partition("://")[0] if "://" in training.mirror else "file"
+            try:
+                get_filesystem_class(protocol)
+            except ImportError as error:
+                raise ConfigError(f"{protocol}:// needs another package", where="--mirror", hint=str(error)) from error
+            except ValueError as error:
+                hint = "give a URL such as s3://bucket/run, gs://bucket/run, abfs://container/run or file:///folder"
+                raise ConfigError(f"unknown kind of storage '{protocol}://'", where="--mirror", hint=hint) from error

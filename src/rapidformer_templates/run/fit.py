@@ -25,11 +25,10 @@ from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import show_plan, show_results, summarise
 from rapidformer_templates.run.early_checks import check_folder, check_metric
 from rapidformer_templates.run.export import ExportedWeights, describe_model, export_model
-from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
+from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, lock_folder, read_metrics
 from rapidformer_templates.run.hooks import restore_callbacks
 from rapidformer_templates.run.inference import Evaluator, Validation
 from rapidformer_templates.run.launch_from_python import Keep, train_sent
-from rapidformer_templates.run.lock import lock_folder
 from rapidformer_templates.run.loop import Loop
 from rapidformer_templates.run.mirror import mirrored
 from rapidformer_templates.run.push_to_hub import check_push, create_repository, push_export, write_card
@@ -62,12 +61,8 @@ def fit(template: Template, then: AfterTraining | None = None, keep: Keep | None
         return scripts.train_in_this_worker(name, flags, template.override_flags, lambda: join_and_train(template))
     if (template.config.launch.nproc_per_node or 1) > 1:
         return scripts.record_outcome(lambda: _train_in_workers(template, keep))
-
-    def train_alone() -> Summary:
-        with kept_process_state():
-            return join_and_train(template, then)
-
-    return scripts.record_outcome(train_alone)
+    with kept_process_state():
+        return scripts.record_outcome(lambda: join_and_train(template, then))
 
 
 def _train_in_workers(template: Template, keep: Keep | None) -> Summary:
@@ -101,8 +96,8 @@ def _check_template(template: Template) -> None:
     check_push(template.config)
     create_repository(template.config)
     prepare_switches(template.config, template.plan)
-    if numbers := worker_numbers(template):
-        print_lines(numbers.note)
+    if note := worker_numbers(template)[1]:
+        print_lines(note)
 
 
 def _can_resume(training: TrainingFlags) -> bool:

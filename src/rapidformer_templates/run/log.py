@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
@@ -22,17 +22,15 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.shards import named_tensors
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import canonical_name
-from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flag_values import chosen_trackers
-from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.folder import MetricsFile, MetricsLine, RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.trackers import KINDS, IsLogged, RunName, Tracker
+from rapidformer_templates.run.trackers import KINDS, IsLogged, Tracker
 from rapidformer_templates.system.accelerator import HostCopy
 from rapidformer_templates.system.files import JSON_ERRORS, write_json
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
-from rapidformer_templates.system.workers import Workers
 
 RUN_IDS = "runs.json"
 """File with the identity of the run in each tracker, so that a resumed run finds it again."""
@@ -56,21 +54,10 @@ class Trackers:
 
     Args:
         names: names of the trackers.
-        run_name: names of the run in the trackers.
-        config, plan: logged as the parameters of the run if it is new to a tracker.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        names: tuple[str, ...],
-        run_name: RunName,
-        config: RunConfig,
-        plan: Plan,
-        workers: Workers,
-    ) -> None:
-        self.workers = workers
-        self.folder = folder
+    def __init__(self, run: Run, folder: RunFolder, names: tuple[str, ...]) -> None:
+        self.workers, self.folder = run.workers, folder
         self.failed: dict[str, str] = {}
         ids = folder.trackers / RUN_IDS
         self._known: dict[str, dict[str, str | bool]] = {}
@@ -79,25 +66,32 @@ class Trackers:
             try:
                 self._known = {name: dict(one) for name, one in json.loads(ids.read_text(encoding="utf-8")).items()}
             except JSON_ERRORS as error:
-                say(workers, f"{ids} cannot be read ({error}): the trackers begin new runs", loud=True)
+                say(self.workers, f"{ids} cannot be read ({error}): the trackers begin new runs", loud=True)
         self._open: dict[str, Tracker] = {}
         self._is_logged: dict[str, IsLogged] = {}
         self._row: dict[str, float] = {}
         self._step = 0
         folder.trackers.mkdir(exist_ok=True)
-        parameters = run_parameters(config, plan)
+        # Every flag with its value, defaults included, and the decisions of the plan.
+        flags = {spelling(name).removeprefix("--"): value for name, value in run.config.items()}
+        decisions = {name: getattr(run.plan, name) for name in DECISIONS}
+        sizes = {f"sizes/{name}": size for name, size in asdict(run.plan.sizes).items()}
+        parameters = {name: _plain(value) for name, value in (flags | decisions | sizes).items()}
         for name in names:
-            self._try(name, partial(self._open_tracker, name, run_name, parameters))
+            self._try(name, partial(self._open_tracker, name, run, parameters))
         for line in read_metrics(folder.metrics):
             self.log(line)
 
-    def _open_tracker(self, name: str, run_name: RunName, parameters: Mapping[str, Parameter]) -> None:
+    def _open_tracker(self, name: str, run: Run, parameters: Mapping[str, Parameter]) -> None:
+        title = run.config.training.run_name or self.folder.path.resolve().name
         saved = self._known.get(name, {})
         identity = {key: str(value) for key, value in saved.items() if key != CONFIGURED}
-        self._open[name] = tracker = KINDS[name](self.folder.trackers, run_name, identity)
+        self._open[name] = tracker = KINDS[name](
+            self.folder.trackers, title, run.config.training.project_name, identity
+        )
         self._remember(name, {**tracker.identity, CONFIGURED: saved.get(CONFIGURED, False)})
         if tracker.sends_later or not saved.get(CONFIGURED):
-            tracker.configure(parameters)
+            tracker.tracker.store_init_configuration(dict(parameters))
             self._remember(name, {**tracker.identity, CONFIGURED: True})
         self._is_logged[name] = tracker.logged()
 
@@ -141,7 +135,7 @@ class Trackers:
 
     def close(self) -> None:
         self.flush()
-        self._all(lambda tracker, _: tracker.finish())
+        self._all(lambda tracker, _: tracker.tracker.finish())
         self._open.clear()
 
     def _all(self, call: Callable[[Tracker, IsLogged], None]) -> None:
@@ -158,14 +152,6 @@ class Trackers:
             self.failed[name] = f"{reason} (at step {self._step})"
             what = f"the run continues without it, and what it misses is in {self.folder.metrics}"
             say(self.workers, f"{name} failed: {reason}; {what}", loud=True)
-
-
-def run_parameters(config: RunConfig, plan: Plan) -> dict[str, Parameter]:
-    """Return every flag with its value, defaults included, and the decisions of the plan."""
-    flags = {spelling(name).removeprefix("--"): value for name, value in config.items()}
-    decisions = {name: getattr(plan, name) for name in DECISIONS}
-    sizes = {f"sizes/{name}": size for name, size in asdict(plan.sizes).items()}
-    return {name: _plain(value) for name, value in (flags | decisions | sizes).items()}
 
 
 def _plain(value: object) -> Parameter:
@@ -304,9 +290,8 @@ class Progress:
             print_lines(f"step {step:,}/{self._total:,}  {text}")
 
 
-@dataclass
 class Log:
-    """Records the metrics of a run on its main worker.
+    """Records the metrics of a run of ``total`` steps on its main worker, from its current position on.
 
     Attributes:
         metrics: the file of the run folder. None without a folder, and on other workers.
@@ -316,12 +301,19 @@ class Log:
         needs_save: whether the file could not be written for the first time since the last save.
     """
 
-    metrics: MetricsFile | None
-    trackers: Trackers | None
-    progress: Progress
-    workers: Workers
-    failure: RapidformerError | None = field(init=False, default=None)
-    needs_save: bool = field(init=False, default=False)
+    def __init__(self, run: Run, total: int) -> None:
+        folder, training = run.folder if run.workers.is_main else None, run.config.training
+        self.workers = run.workers
+        self.failure: RapidformerError | None = None
+        self.needs_save = False
+        self.metrics = MetricsFile(folder.metrics, run.position.step) if folder else None
+        if self.metrics and self.metrics.garbled:
+            garbled = self.metrics.garbled
+            numbers = ", ".join(map(str, garbled[:8])) + (" …" if len(garbled) > 8 else "")
+            say(run.workers, f"left out lines of metrics.jsonl that cannot be read: {numbers}", loud=True)
+        names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
+        self.trackers = Trackers(run, folder, names) if names and folder else None
+        self.progress = Progress(total, run.position.step, show=run.workers.is_main)
 
     def record(self, line: MetricsLine) -> None:
         """Write a line of metrics to the file and the trackers."""
@@ -354,21 +346,6 @@ class Log:
         """Close the trackers."""
         if self.trackers:
             self.trackers.close()
-
-
-def open_log(run: Run, total: int) -> Log:
-    """Open the log of a run with ``total`` steps at its current position."""
-    folder, step, is_main = run.folder, run.position.step, run.workers.is_main
-    metrics = MetricsFile(folder.metrics, step) if folder and is_main else None
-    if metrics and metrics.garbled:
-        numbers = ", ".join(map(str, metrics.garbled[:8])) + (" …" if len(metrics.garbled) > 8 else "")
-        say(run.workers, f"left out lines of metrics.jsonl that cannot be read: {numbers}", loud=True)
-    training, trackers = run.config.training, None
-    names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
-    if names and folder and is_main:
-        run_name = RunName(training.run_name or folder.path.resolve().name, training.project_name)
-        trackers = Trackers(folder, names, run_name, run.config, run.plan, run.workers)
-    return Log(metrics, trackers, Progress(total, step, show=is_main), run.workers)
 
 
 class LayerGradNorms:

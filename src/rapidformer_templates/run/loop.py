@@ -13,7 +13,7 @@ from rapidformer_templates.errors import Interrupted, NonFiniteLoss, Rapidformer
 from rapidformer_templates.run import step_errors, watch
 from rapidformer_templates.run.hooks import checked_schedule, states_of
 from rapidformer_templates.run.inference import Validation
-from rapidformer_templates.run.log import LayerGradNorms, Means, open_log
+from rapidformer_templates.run.log import LayerGradNorms, Log, Means
 from rapidformer_templates.run.performance import DATA, EXCHANGE, REST, TRAIN, Meter, open_profile
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.replica_check import replica_check_of
@@ -47,7 +47,7 @@ class Loop:
         training = run.config.training
         self.run, self.total = run, count_steps(run)
         log_every, show_every = log_intervals(self.total, training.log_interval)
-        self.log = open_log(run, self.total)  # before the meter, which would measure how long the trackers need
+        self.log = Log(run, self.total)  # before the meter, which would measure how long the trackers need
         self.meter = Meter(run.workers.device)
         self.schedule = checked_schedule(run.hooks.build_scheduler(self.total))
         self.intervals = Intervals(
@@ -262,7 +262,9 @@ class Loop:
 
     def _compare(self, *, saves: bool) -> None:
         """Compare the values that several workers have, if the run saves this step or the comparison is due."""
-        if self.replica_check is None or not (saves or self.replica_check.due(self.run.position.step)):
+        interval = self.run.config.training.check_replicas
+        is_due = saves or (interval is not None and self.run.position.step % interval == 0)
+        if self.replica_check is None or not is_due:
             return
         self._raise_pending_errors()
         self.run.watch.enter(watch.CHECK, self.run.position.step)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import CheckpointError, ConfigError, RapidformerError
 from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.hub import reason
 from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of
 from rapidformer_templates.run.checkpoint.format import candidates, step_of
 from rapidformer_templates.run.folder import RunFolder
@@ -69,26 +70,21 @@ class Mirror:
         self._resumes, self._overwrites = resumes, overwrites
         self._others: dict[str, int] = {}
         """When each checkpoint of another run in the folder was written."""
-        if not resumes:
-            self._others = self._local()
+        self._others = {} if resumes else self._local()
         self._copied: dict[str, int] = {}
         self._token = json.dumps({"host": socket.gethostname(), "run": secrets.token_hex(16)}).encode()
         self._is_owner: bool | None = None  # None: nothing is copied yet. False: another run copies there
         self._damaged: set[str] = set()
         """The checkpoints under the URL that are complete but not intact."""
         self._is_ending = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
+        self.thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
 
     # Copy.
-
-    def start(self) -> None:
-        """Begin to copy checkpoints as soon as they are finished."""
-        self._thread.start()
 
     def finish(self) -> None:
         """Copy what is missing, with the results of the run. Errors are reported."""
         self._is_ending.set()
-        self._thread.join()
+        self.thread.join()
         if not self._local():
             return
         problem = ""
@@ -97,7 +93,7 @@ class Mirror:
                 self._copy()
                 self._copy_files((*WITH_CHECKPOINTS, *AT_END))
             except Exception as error:
-                problem = _reason(error)
+                problem = reason(error)
                 if isinstance(error, ConfigError):
                     say(self._workers, f"{error.message}: this one is only in {self._folder.path}", loud=True)
                     return
@@ -121,7 +117,7 @@ class Mirror:
                 say(self._workers, f"{error.message}: this run is not copied any more", loud=True)
                 return
             except Exception as error:  # each kind of storage has its own
-                problem = f"copying to {self.url} failed: {_reason(error)}"
+                problem = f"copying to {self.url} failed: {reason(error)}"
                 say(self._workers, f"{problem}; trying again in {pause:g} s", loud=True)
                 self._is_ending.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
@@ -146,9 +142,9 @@ class Mirror:
         self._copy_files(WITH_CHECKPOINTS)
         for name in local:
             self._copy_checkpoint(target, f"{root}/checkpoints/{name}", name, remote_files.get(name, {}))
-        newest = max(map(_step_of_name, local))
+        newest = max(map(step_of, map(Path, local)))
         for name in remote_files.keys() - local.keys():
-            if _step_of_name(name) < newest:
+            if step_of(Path(name)) < newest:
                 folder = f"{root}/checkpoints/{name}"
                 if MANIFEST in remote_files[name]:
                     target.rm_file(f"{folder}/{MANIFEST}")
@@ -231,7 +227,7 @@ class Mirror:
         try:
             remote_files = _checkpoints(*self._open())
         except Exception as error:
-            say(self._workers, f"{self.url} cannot be read: {_reason(error)}", loud=True)
+            say(self._workers, f"{self.url} cannot be read: {reason(error)}", loud=True)
             return
         if remote_files:
             raise _other_run(self.url)
@@ -249,13 +245,13 @@ class Mirror:
         except CheckpointError:
             raise
         except Exception as error:
-            message = f"{self.url} cannot be read: {_reason(error)}"
+            message = f"{self.url} cannot be read: {reason(error)}"
             hint = "check the address and the network, or leave --mirror out to start from the beginning"
             raise CheckpointError(message, where="--mirror", hint=hint) from error
 
     def _fetch_from(self, target: AbstractFileSystem, root: str, remote_files: dict[str, dict[str, int]]) -> None:
         problems = []
-        for name in sorted(remote_files, key=_step_of_name, reverse=True):
+        for name in sorted(remote_files, key=lambda name: step_of(Path(name)), reverse=True):
             problem = self._fetch_checkpoint(target, f"{root}/checkpoints/{name}", name, remote_files[name])
             if problem is None:
                 break
@@ -323,24 +319,14 @@ def _checkpoints(target: AbstractFileSystem, root: str) -> dict[str, dict[str, i
 
 def _entries(target: AbstractFileSystem, path: str) -> list[dict[str, Any]]:
     """Return the entries of a folder. ``find`` and ``exists`` of fsspec would hide that storage is not reachable."""
-    try:
-        entries: list[dict[str, Any]] = target.ls(path, detail=True)
-    except FileNotFoundError:
-        return []
-    return entries
-
-
-def _step_of_name(name: str) -> int:
-    return step_of(Path(name))
+    with suppress(FileNotFoundError):
+        return list(target.ls(path, detail=True))
+    return []
 
 
 def _other_run(url: str) -> ConfigError:
     hint = "--resume continues it, --overwrite deletes them, another --mirror leaves them alone"
     return ConfigError(f"{url} holds the checkpoints of another run", where="--mirror", hint=hint)
-
-
-def _reason(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 @contextmanager
@@ -370,7 +356,7 @@ def mirrored(training: TrainingFlags, folder: RunFolder, workers: Workers) -> It
     if mirror is None:
         yield
         return
-    mirror.start()
+    mirror.thread.start()
     try:
         yield
     finally:

@@ -7,7 +7,6 @@ Python.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -265,12 +264,6 @@ def describe(measured: ProfileSummary) -> str:
         lines.insert(1, f"  device busy              {measured['device_busy_ms']:>10} ms")
         lines.insert(2, f"  device idle              {measured['device_idle_share']:>10.1%}")
     return "\n".join(lines)
-
-
-def read_summary(folder: Path) -> ProfileSummary:
-    """Read the summary that a run has written."""
-    run_summary: ProfileSummary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return run_summary
 
 
 def _interval(event: FunctionEvent) -> Interval:

@@ -222,32 +222,29 @@ def planned_memory(template: Template, source: PlannedModel, where: str, plan: P
     return Memory(result.parameters, result.gradients, result.optimizer, buffers=0, activations=rest)
 
 
-def engine_memory(template: Template, plan: Plan, source: PlannedModel, blocks: int | None = None) -> EngineMemory:
+def engine_memory(template: Template, plan: Plan, source: PlannedModel) -> EngineMemory:
     """Return the memory of the worker that needs most: of the first replica, in each stage of a pipeline.
 
     Args:
         template: has the hook for the optimizer, and counts targets.
         source: builds the model, the batches and the loss.
-        blocks: number of blocks in each stack of the model. None for all of them.
 
     Raises:
         ModelError: a hook or a switch needs values.
     """
     sizes = plan.sizes
     ranks = range(0, sizes.world, sizes.world // sizes.pipeline)
-    tasks = [partial(memory_of_rank, template, plan, source, rank, blocks) for rank in ranks]
+    tasks = [partial(memory_of_rank, template, plan, source, rank) for rank in ranks]
     memories = in_forks(tasks)
     if len(memories) < len(tasks):  # there is one, or the error of a fork must be raised here
         memories = [task() for task in tasks]
     return max(memories, key=lambda memory: memory.peak)
 
 
-def memory_of_rank(
-    template: Template, plan: Plan, source: PlannedModel, rank: int, blocks: int | None = None
-) -> EngineMemory:
+def memory_of_rank(template: Template, plan: Plan, source: PlannedModel, rank: int) -> EngineMemory:
     """Return the memory of one worker. See :func:`engine_memory`."""
     plan = replace(plan, builds_in_shares=False)  # how the model is built does not change the engine
-    hooks = _with_source(template, plan, source, blocks)
+    hooks = _with_source(template, plan, source)
     sample = source.batch(1)
     is_padded = isinstance(sample, dict) and "attention_mask" in sample
     counting = counted_engine(dense=not is_padded, on_cpu=plan.device == "cpu")
@@ -280,13 +277,13 @@ def _accumulation_of_steps(plan: Plan) -> Sequence[int]:
     return first, min(sizes.accumulation, ENOUGH_ROUNDS * sizes.pipeline) if whole_rounds else sizes.accumulation
 
 
-def _with_source(template: Template, plan: Plan, source: PlannedModel, blocks: int | None) -> Template:
+def _with_source(template: Template, plan: Plan, source: PlannedModel) -> Template:
     """Return a copy of a template with the model and the loss of the source."""
     kind: Any = type(template)
 
     class Planned(kind):
         def build_model(self) -> nn.Module:
-            model = source.build(blocks)
+            model = source.build(None)
             if plan.device != "cpu":
                 for block in map(model.get_submodule, find_blocks(model)):
                     block.forward = with_gpu_kernels(block.forward)

@@ -24,7 +24,6 @@ from rapidformer_templates.data.finetuning.tables import part_name
 from rapidformer_templates.data.loader import eval_requests, load
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.preference import Preference
-from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.errors import CheckpointError, DataError
 from rapidformer_templates.models.adapters import fingerprint, identity_of, without_adapters
@@ -32,7 +31,6 @@ from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.files import JSON_ERRORS, sync, writing
-from rapidformer_templates.system.workers import Workers
 
 
 def compared_task(task: Task | None) -> Preference | None:
@@ -160,7 +158,11 @@ def precomputed_reference(run: Run) -> Precomputed | None:
     task = compared_task(run.task)
     if task is None or not run.config.training.precompute_reference:
         return None
-    return Precomputed(run, task, identity_of_model(run.engine, run.workers))
+    base = run.engine.assembly.base
+    if base is not None:
+        return Precomputed(run, task, base.identity)
+    digest = identity_of({name: fingerprint(tensor) for name, tensor in run.engine.whole_weights()})
+    return Precomputed(run, task, run.workers.broadcast(digest))
 
 
 def _refuse_other_data(model: nn.Module) -> AbstractContextManager[nn.Module]:
@@ -178,13 +180,3 @@ def _digest(samples: TokenizedSamples) -> str:
         for array in (field.values, field.lengths) if isinstance(field, Ragged) else (np.asarray(field),):
             digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]
-
-
-def identity_of_model(engine: Engine, workers: Workers) -> str:
-    """Return a digest of the weights. Call it on every worker."""
-    base = engine.assembly.base
-    if base is not None:
-        return base.identity
-    identity = identity_of({name: fingerprint(tensor) for name, tensor in engine.whole_weights()})
-    shared: str = workers.broadcast(identity)
-    return shared

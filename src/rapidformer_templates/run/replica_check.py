@@ -48,11 +48,6 @@ class ReplicaCheck:
         self._unique: set[int] = set()
         """Keys of parts that only this worker has. They are not read again."""
 
-    def due(self, step: int) -> bool:
-        """Whether the workers are compared after a step without a save."""
-        interval = self.run.config.training.check_replicas
-        return interval is not None and step % interval == 0
-
     @torch.no_grad()
     def compare(self) -> None:
         """Compare the workers. Call it on every worker.

@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.config import RunConfig
@@ -33,33 +33,29 @@ Flags = Mapping[str, object]
 """Values of flags that replace those of the command."""
 
 
-class WorkerNumbers(NamedTuple):
-    """The numbers of workers between ``--min-workers`` and the current one.
+def worker_numbers(template: Template) -> tuple[Sequence[int], str]:
+    """Return the numbers of workers with which a run can continue, ascending, and a line about them.
 
-    Attributes:
-        possible: those that the flags allow, in ascending order.
-        refused: for each other one, the reason.
-        note: one line about the numbers with which the run can continue.
-    """
-
-    possible: Sequence[int]
-    refused: Mapping[int, str]
-    note: str
-
-
-def worker_numbers(template: Template) -> WorkerNumbers | None:
-    """Return the numbers of workers with which a run can continue. None without ``--min-workers``.
+    Both are empty without ``--min-workers``.
 
     Raises:
         ConfigError: no number below the current one works, or there are fewer workers than ``--min-workers``.
     """
     config, sizes, lowest = template.config, template.plan.sizes, template.config.launch.min_workers
     if lowest is None:
-        return None
+        return (), ""
     where = f"--min-workers {lowest} ({config.origin('min_workers')})"
     if lowest > sizes.world:
         raise ConfigError(f"there are only {sizes.world} workers", where=where, hint=f"give at most {sizes.world}")
-    refusals = _refusals(template)
+    environment = environment_of(type(template), config, sizes.world, sizes.local_world)
+    changed = REGISTRY.complete(config.replace("a restart", **_same_batch(config, sizes)))
+    step = sizes.local_world if sizes.local_world < sizes.world else 1  # of several nodes, a whole node is lost
+    refusals: dict[int, str | None] = {}  # why a number is refused, or None if it is not
+    for count in range(step, sizes.world + 1, step):
+        local = min(count, sizes.local_world)
+        fewer = dataclasses.replace(environment, world_size=count, local_world_size=local)
+        findings = REGISTRY.refusals(build_request(changed, fewer, REGISTRY.switches, training=True))
+        refusals[count] = findings[0][1].message.partition(";")[0] if findings else None
     possible = [count for count, why in refusals.items() if why is None and count >= lowest]
     refused = {count: why for count, why in refusals.items() if why is not None and count >= lowest}
     if refused and len(possible) == 1:
@@ -67,23 +63,7 @@ def worker_numbers(template: Template) -> WorkerNumbers | None:
         message = f"the run cannot continue with fewer than {sizes.world} workers: {next(iter(refused.values()))}"
         raise ConfigError(message, where=where, hint=f"numbers that work with these flags: {_listed(works)}")
     reasons = "".join(f"; not with {count}: {why}" for count, why in refused.items())
-    note = f"note       --min-workers: the run can continue with {_listed(possible)}{reasons}"
-    return WorkerNumbers(possible, refused, note)
-
-
-def _refusals(template: Template) -> dict[int, str | None]:
-    """Return why a number of workers is refused, or None if it is not, for every number up to the current one."""
-    config, sizes = template.config, template.plan.sizes
-    environment = environment_of(type(template), config, sizes.world, sizes.local_world)
-    changed = REGISTRY.complete(config.replace("a restart", **_same_batch(config, sizes)))
-    step = sizes.local_world if sizes.local_world < sizes.world else 1  # of several nodes, a whole node is lost
-    refusals: dict[int, str | None] = {}
-    for count in range(step, sizes.world + 1, step):
-        local = min(count, sizes.local_world)
-        fewer = dataclasses.replace(environment, world_size=count, local_world_size=local)
-        findings = REGISTRY.refusals(build_request(changed, fewer, REGISTRY.switches, training=True))
-        refusals[count] = findings[0][1].message.partition(";")[0] if findings else None
-    return refusals
+    return possible, f"note       --min-workers: the run can continue with {_listed(possible)}{reasons}"
 
 
 def _same_batch(config: RunConfig, sizes: Sizes) -> dict[str, object]:
@@ -108,14 +88,14 @@ def run_with_restarts(template: Template, attempt: Callable[[int, Flags], T]) ->
         RapidformerError: the error of the last attempt. A restart does not help, or the limit is reached.
     """
     config, started = template.config, time.time()
-    numbers, limit = worker_numbers(template), config.launch.max_restarts
+    (possible, _), limit = worker_numbers(template), config.launch.max_restarts
     count, restarts, checkpoint = config.launch.nproc_per_node or 1, 0, _newest_checkpoint(config)
     flags: Flags = {}
     while True:
         try:
             return attempt(count, flags)
         except RapidformerError as error:
-            if numbers is None or not error.lost_workers:
+            if not possible or not error.lost_workers:
                 raise
             newest = _newest_checkpoint(config)
             restarts, checkpoint = (restarts if newest == checkpoint else 0) + 1, newest
@@ -123,8 +103,8 @@ def run_with_restarts(template: Template, attempt: Callable[[int, Flags], T]) ->
                 if limit:
                     print_lines(f"no restart: {limit} restarts without a new checkpoint (--max-restarts)")
                 raise
-            fewer = [number for number in numbers.possible if number <= count - error.lost_workers]
-            count = max(fewer, default=numbers.possible[0])
+            fewer = [number for number in possible if number <= count - error.lost_workers]
+            count = max(fewer, default=possible[0])
             flags = _restart_flags(template, count, started)
             start = f"continues from {newest.name}" if newest and flags.get("resume") else "begins at step 0"
             pause = min(2 ** (restarts - 1), LONGEST_PAUSE)

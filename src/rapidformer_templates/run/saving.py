@@ -205,7 +205,11 @@ def restore_engine(reader: Reader, engine: Engine, config: RunConfig, workers: W
     Raises:
         CheckpointError: the optimizer or a tensor differs. Nothing has been changed.
     """
-    _check_optimizer(reader, engine)
+    kind, used = reader.state["engine"]["optimizer"], engine.state()["optimizer"]
+    if kind != used:
+        message = f"the checkpoint holds the state of {kind}, this run uses {used}"
+        hint = "use the same --optimizer, or take only the weights with --load … --weights-only"
+        raise CheckpointError(message, where=str(reader.folder), hint=hint)
     with _of_its_model(reader.folder):
         engine.load(reader if config.training.ema_decay is not None else WithoutAverages(reader), optimizer=True)
     engine.load_state(reader.state["engine"])
@@ -343,14 +347,6 @@ def _fingerprint(run: Run) -> Fingerprint:
             text = str(run.task.tokenizer.decode(ids.flatten().tolist()[:KEPT]))[:KEPT]
         found = {"some": checksums, "all": contents(run.data.train), "text": text} if checksums else {}
     return run.workers.broadcast(found)
-
-
-def _check_optimizer(reader: Reader, engine: Engine) -> None:
-    kind, used = reader.state["engine"]["optimizer"], engine.state()["optimizer"]
-    if kind != used:
-        message = f"the checkpoint holds the state of {kind}, this run uses {used}"
-        hint = "use the same --optimizer, or take only the weights with --load … --weights-only"
-        raise CheckpointError(message, where=str(reader.folder), hint=hint)
 
 
 def check_base(reader: Reader, identity: str | None) -> None:

@@ -22,7 +22,7 @@ from rapidformer_templates.planning.flag_values import Epochs, Interval
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import Direction, direction_of, metric_name
 from rapidformer_templates.run.early_checks import check_metric
-from rapidformer_templates.run.run import Best, Run
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.terminal import say
 
 
@@ -172,18 +172,8 @@ def log_intervals(total: int, chosen: int | None) -> tuple[int, int]:
 LOSS = "eval_loss"
 
 
-@dataclass(frozen=True)
-class BestMetric:
-    """A metric of the evaluation and its better direction."""
-
-    name: str
-    direction: Direction
-
-    def improves(self, value: float, best: Best | None) -> bool:
-        """Whether a value is better than the best so far. A best of another metric (before a resume) does not count."""
-        if best is None or best["metric"] != self.name:
-            return True
-        return value < best["value"] if self.direction == "min" else value > best["value"]
+BestMetric = tuple[str, Direction]
+"""The name of a metric of the evaluation, and its better direction."""
 
 
 def best_metric(run: Run) -> BestMetric | None:
@@ -211,7 +201,7 @@ def best_metric(run: Run) -> BestMetric | None:
     name = training.metric_for_best or default
     direction = training.metric_for_best_mode or direction_of(name)
     assert direction is not None  # guaranteed by rule RF098, and by a test for the metrics of tasks
-    return BestMetric(name, direction)
+    return name, direction
 
 
 class BestStep:
@@ -231,28 +221,30 @@ class BestStep:
         The names of a user's metrics are unknown until the first evaluation. If the metric is not among them, the
         loss replaces it.
         """
-        position, sets, metric = self.run.position, self.run.data.validation_sets(), self.metric
+        position, sets, (name, direction) = self.run.position, self.run.data.validation_sets(), self.metric
         step, best = position.step, position.best
         position.evaluations_since_best += 1
-        if metric.name not in metrics:
-            names = ", ".join(name for name in metrics if name != LOSS) or "nothing"
-            problem = f"compute_metrics returns no '{metric.name}' (it returns {names})"
-            if best is not None and best["metric"] == metric.name:
+        if name not in metrics:
+            names = ", ".join(other for other in metrics if other != LOSS) or "nothing"
+            problem = f"compute_metrics returns no '{name}' (it returns {names})"
+            if best is not None and best["metric"] == name:
                 say(self.run.workers, f"{problem}: step {step} is not a new best", loud=True)
                 return
-            self.metric = metric = BestMetric(metric_name(next(iter(sets)), LOSS), "min")
-            say(self.run.workers, f"{problem}: the best checkpoint is the one with the lowest {metric.name}", loud=True)
-        own_set = next((name for name in sets if name and metric.name.startswith(f"{name}/")), "")
-        value, loss = metrics[metric.name], metrics.get(metric_name(own_set, LOSS), math.inf)
+            self.metric = name, direction = metric_name(next(iter(sets)), LOSS), "min"
+            say(self.run.workers, f"{problem}: the best checkpoint is the one with the lowest {name}", loud=True)
+        own_set = next((own for own in sets if own and name.startswith(f"{own}/")), "")
+        value, loss = metrics[name], metrics.get(metric_name(own_set, LOSS), math.inf)
         if not math.isfinite(value):
-            say(self.run.workers, f"the {metric.name} of step {step} is {value}: not a new best", loud=True)
+            say(self.run.workers, f"the {name} of step {step} is {value}: not a new best", loud=True)
             return
-        is_better = metric.improves(value, best)
+        is_better = best is None or best["metric"] != name  # that of another metric, before a resume, does not count
+        if best and not is_better:
+            is_better = value < best["value"] if direction == "min" else value > best["value"]
         if is_better:
             position.evaluations_since_best = 0
         best_loss = position.best_loss
         if is_better or (best and best["value"] == value and best_loss is not None and loss < best_loss):
-            position.best = {"step": step, "metric": metric.name, "value": value}
+            position.best = {"step": step, "metric": name, "value": value}
             position.best_loss = loss if math.isfinite(loss) else None
 
     @property

@@ -13,7 +13,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from os import environ
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,25 +32,13 @@ IsLogged = Callable[[str, int], bool]
 """Returns whether a value with this name was logged for this step."""
 
 
-@dataclass(frozen=True)
-class RunName:
-    """The names of a run in its trackers.
-
-    Attributes:
-        run: name of the run.
-        project: name that several runs share. None uses the tracker's environment variable.
-    """
-
-    run: str
-    project: str | None
-
-
 class Tracker(ABC):
     """One run in one tracker.
 
     Args:
         folder: directory for its files, inside the run folder.
-        run_name: names for a run that is new to the tracker.
+        name: name of a run that is new to the tracker.
+        project: name that several runs share. None uses the tracker's environment variable.
         known: identity of a run that is resumed. Empty for a new run.
 
     Attributes:
@@ -64,12 +51,12 @@ class Tracker(ABC):
     sends_later: ClassVar[bool] = False
     project_variable: ClassVar[str] = ""
 
-    def __init__(self, folder: Path, run_name: RunName, known: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, name: str, project: str | None, known: Mapping[str, str]) -> None:
         from accelerate.state import PartialState
 
         self.folder = folder
-        project = known.get("project") or run_name.project or environ.get(self.project_variable) or PROJECT
-        self.identity: dict[str, str] = {"project": project, "name": run_name.run, **known}
+        project = project or environ.get(self.project_variable) or PROJECT
+        self.identity: dict[str, str] = {"project": project, "name": name, **known}
         # Initialize accelerate's state, which its trackers require, without any change to this worker.
         threads = torch.get_num_threads()
         with warnings.catch_warnings():
@@ -97,18 +84,12 @@ class Tracker(ABC):
     def where(self) -> str:
         """Where users find the curves."""
 
-    def configure(self, values: Mapping[str, object]) -> None:
-        self.tracker.store_init_configuration(dict(values))
-
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.tracker.log(dict(values), step=step)
 
     def summarise(self, values: Mapping[str, float | str], step: int) -> None:
         """Store the final values and texts. A tracker without a summary logs them at the last step."""
         self.tracker.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self.tracker.finish()
 
 
 def _tracker(name: str, /, *arguments: object, **keywords: object) -> GeneralTracker:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -296,41 +296,6 @@ MINIMUM_LOSS = 0.1
 """Minimum fraction of a step that the others must lose. Below that it does not matter who is slow."""
 
 
-class PhaseTimes(NamedTuple):
-    """Milliseconds of a worker in a typical step.
-
-    Attributes:
-        busy: the time in all of :data:`COMPARED`, without the time in which it waited for others.
-        phases: the same in each of them.
-        waiting: the time in which it waited for others, or exchanged tensors with them.
-    """
-
-    busy: float
-    phases: Sequence[float]
-    waiting: float
-
-
-class Straggler(NamedTuple):
-    """A worker that is slower than its peers.
-
-    Attributes:
-        busy_ms, peers_ms: milliseconds of the worker in a typical step, and the median of its peers.
-        phase: the phase in which it loses most of the time.
-        phase_ms, phase_peers_ms: the same for that phase.
-    """
-
-    rank: int
-    busy_ms: float
-    peers_ms: float
-    phase: str
-    phase_ms: float
-    phase_peers_ms: float
-
-    @property
-    def slowdown(self) -> float:
-        return round(self.busy_ms / max(self.peers_ms, 1e-6), 2)
-
-
 StragglerSummary = dict[str, Any]
 """A straggler in ``summary.json``: its ``rank``, ``host``, slowest ``phase`` and highest ``slowdown``.
 
@@ -339,23 +304,27 @@ step. The times ``step_ms`` and ``peers_ms`` belong to the last report.
 """
 
 
-def find_stragglers(times: Sequence[PhaseTimes], stages: Sequence[int], factor: float) -> Iterator[Straggler]:
-    """Yield the workers that are busy for at least ``factor`` times as long as the median of their peers.
+def find_stragglers(
+    times: Sequence[Sequence[float]], stages: Sequence[int], factor: float
+) -> Iterator[tuple[int, str, list[float], list[float]]]:
+    """Find the workers that are busy for at least ``factor`` times as long as the median of their peers.
 
     Args:
-        times: the times of each worker by rank.
+        times: the milliseconds of each worker in a typical step, by rank: busy in all of :data:`COMPARED`, in each of
+            them, and waiting for others or exchanging tensors with them.
         stages: the pipeline stage of each worker. Only workers of the same stage do the same work.
+
+    Yields:
+        The rank, the phase in which it loses most, and its milliseconds in all phases and in that one, with the same of
+        its peers.
     """
     for rank, own in enumerate(times):
         peers = [times[peer] for peer, stage in enumerate(stages) if stage == stages[rank] and peer != rank]
-        if not peers:
+        usual = [statistics.median(phase) for phase in zip(*peers, strict=True)]
+        if not peers or own[0] < factor * usual[0] or own[0] - usual[0] < MINIMUM_LOSS * (own[0] + own[-1]):
             continue
-        usual = statistics.median(peer.busy for peer in peers)
-        if own.busy < factor * usual or own.busy - usual < MINIMUM_LOSS * (own.busy + own.waiting):
-            continue
-        usual_phases = [statistics.median(phase) for phase in zip(*(peer.phases for peer in peers), strict=True)]
-        slowest = max(range(len(COMPARED)), key=lambda phase: own.phases[phase] - usual_phases[phase])
-        yield Straggler(rank, own.busy, usual, COMPARED[slowest], own.phases[slowest], usual_phases[slowest])
+        slowest = max(range(1, len(COMPARED) + 1), key=lambda phase: own[phase] - usual[phase])
+        yield rank, COMPARED[slowest - 1], [own[0], own[slowest]], [usual[0], usual[slowest]]
 
 
 @dataclass
@@ -393,35 +362,30 @@ class StragglerCheck:
             return
         typical = map(statistics.median, zip(*self._seconds, strict=True))
         self._seconds.clear()
-        rows = (self.workers.gather_numbers(*typical) * 1000).tolist()
-        times = [PhaseTimes(row[0], row[1:-1], row[-1]) for row in rows]
+        times = (self.workers.gather_numbers(*typical) * 1000).tolist()
         per_stage = self.workers.world // self.workers.pipeline
         stages = [rank // per_stage for rank in range(self.workers.world)]
         stragglers = list(find_stragglers(times, stages, self.factor))
         hosts = self.workers.gather(socket.gethostname()) if stragglers else []
-        for one in stragglers:
-            first, host = step - PERIOD + 1, hosts[one.rank]
-            say(
-                self.workers,
-                f"steps {first:,} to {step:,}: worker {one.rank} on {host} is slow: {one.busy_ms:,.1f} ms per step "
-                f"without the exchanges, its peers {one.peers_ms:,.1f} ms; it loses most in {one.phase}: "
-                f"{one.phase_ms:,.1f} ms, its peers {one.phase_peers_ms:,.1f} ms",
-                loud=True,
-            )
-            before = self._found.get(one.rank, {"slowdown": 0.0, "first_step": first, "reports": 0})
-            self._found[one.rank] = {
-                "rank": one.rank,
-                "host": host,
-                "phase": one.phase,
-                "slowdown": max(one.slowdown, before["slowdown"]),
-                "step_ms": round(one.busy_ms, 3),
-                "peers_ms": round(one.peers_ms, 3),
-                "first_step": before["first_step"],
+        for rank, phase, own, peers in stragglers:
+            first, slowdown = step - PERIOD + 1, round(own[0] / max(peers[0], 1e-6), 2)
+            line = f"steps {first:,} to {step:,}: worker {rank} on {hosts[rank]} is slow: {own[0]:,.1f} ms per step "
+            line += f"without the exchanges, its peers {peers[0]:,.1f} ms; it loses most in {phase}: {own[1]:,.1f} ms"
+            say(self.workers, f"{line}, its peers {peers[1]:,.1f} ms", loud=True)
+            before = self._found.get(rank, {"slowdown": 0.0, "first_step": first, "reports": 0})
+            self._found[rank] = {
+                **before,
+                "rank": rank,
+                "host": hosts[rank],
+                "phase": phase,
+                "slowdown": max(slowdown, before["slowdown"]),
+                "step_ms": round(own[0], 3),
+                "peers_ms": round(peers[0], 3),
                 "last_step": step,
                 "reports": before["reports"] + 1,
             }
-            if one.slowdown > self._unlogged.get("straggler_slowdown", 0.0):
-                self._unlogged = {"straggler": one.rank, "straggler_slowdown": one.slowdown}
+            if slowdown > self._unlogged.get("straggler_slowdown", 0.0):
+                self._unlogged = {"straggler": rank, "straggler_slowdown": slowdown}
 
     def logged_values(self) -> dict[str, float]:
         """Return the rank and the slowdown of the slowest worker since the last call, if one was reported."""

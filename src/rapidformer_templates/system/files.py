@@ -271,28 +271,20 @@ PREFIX = "rapidformer-workers-"
 def private_folder() -> Iterator[Path]:
     """Yield a temporary folder that only this user can open. It is removed after the context."""
     remove_leftovers()
-    folder, descriptor = _locked_folder()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # the next launcher removes what is left
-        os.close(descriptor)
-
-
-def _locked_folder() -> tuple[Path, int]:
-    """Make a folder and lock it. Returns it, and its open descriptor.
-
-    Another launcher may find the folder before it is locked, and remove it. Then a new one is made.
-    """
-    while True:
+    while True:  # another launcher may find the folder before it is locked, and remove it
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         with suppress(FileNotFoundError):
             descriptor = os.open(folder, os.O_RDONLY)
             with suppress(OSError):  # a file system without locks, where no launcher removes folders of others
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits while another launcher removes it
             if folder.exists():
-                return folder, descriptor
+                break
             os.close(descriptor)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # the next launcher removes what is left
+        os.close(descriptor)
 
 
 def private(path: str, flags: int) -> int:

@@ -98,9 +98,8 @@ def run_workers(
         Interrupted: the workers were asked to end.
         WorkerFailed: a worker failed. The message comes from the first error.
     """
-    problem = port and port_problem(port)
-    if problem:
-        raise ConfigError(problem, where="--master-port", hint="choose another, or leave it out for a free one")
+    if port:
+        _check_port(port)
     started = time.time()
     with (
         private_folder() as folder,
@@ -133,17 +132,17 @@ def reserved_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def port_problem(port: int) -> str | None:
-    """Return why this process cannot listen on a port, or None if it can."""
+def _check_port(port: int) -> None:
+    """Raise an error if this process cannot listen on a port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except PermissionError:
-            return f"port {port} is reserved for the administrator of this machine"
-        except OSError:
-            return f"port {port} is in use on this machine"
-    return None
+        except OSError as error:
+            is_reserved = isinstance(error, PermissionError)
+            what = "reserved for the administrator of this machine" if is_reserved else "in use on this machine"
+            hint = "choose another, or leave it out for a free one"
+            raise ConfigError(f"port {port} is {what}", where="--master-port", hint=hint) from None
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:

@@ -21,12 +21,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from rapidformer_templates.errors import Interrupted, WorkerFailed, WorkerHangs
 from rapidformer_templates.planning.environment import launched
@@ -45,6 +45,9 @@ LAUNCHER = "RAPIDFORMER_LAUNCHER"
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Set for each worker, also by torchrun: the file to which it reports its error."""
+
+CRASH = ".crash"
+"""Suffix of the file beside it with the stacks of a worker that has crashed."""
 
 GRACE = 30.0
 """Seconds that a worker has to exit after a peer has failed or its launcher is gone."""
@@ -171,25 +174,18 @@ def interruptible(message: str, hint: str) -> Iterator[None]:
         yield
 
 
-class InterruptedFields(TypedDict):
-    """The fields of an :class:`Interrupted`."""
-
-    message: str
-    hint: str | None
-    saved: bool
-
-
 class ErrorRecord(TypedDict, total=False):
     """The contents of a worker's error file, as JSON.
 
-    ``told_at`` is the time at which the worker failed, ``lost_workers`` the attribute of the error.
+    ``told_at`` is the time at which the worker failed, ``lost_workers`` the attribute of the error, and ``interrupted``
+    has the arguments of an :class:`Interrupted`.
     """
 
     message: str
     timestamp: int
     told_at: float
     lost_workers: int
-    interrupted: InterruptedFields
+    interrupted: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -313,7 +309,7 @@ class WorkerProcesses:
                 status,
                 self._noticed.get(rank, time.time()),
                 _read(self._files[rank]),
-                _line_of_crash(_crash_file(self._files[rank])),
+                _line_of_crash(self._files[rank].with_suffix(CRASH)),
             )
             for rank, status in sorted((self._failed() | running).items())
         ]
@@ -413,16 +409,12 @@ def _read(file: Path) -> ErrorRecord:
     return report
 
 
-def _crash_file(error_file: Path) -> Path:
-    return error_file.with_suffix(".crash")
-
-
 @cache
 def record_crashes() -> None:
     """Let a crash of this worker, such as an abort in C++ code, write the stacks of its threads for the launcher."""
     error_file = Path(os.environ.get(ERROR_FILE, ""))
     if LAUNCHER in os.environ and error_file.parent.is_dir() and not faulthandler.is_enabled():
-        faulthandler.enable(os.open(_crash_file(error_file), os.O_WRONLY | os.O_CREAT, 0o600))
+        faulthandler.enable(os.open(error_file.with_suffix(CRASH), os.O_WRONLY | os.O_CREAT, 0o600))
 
 
 def _line_of_crash(file: Path) -> str | None:
@@ -493,19 +485,11 @@ def wait_at_exit() -> None:
         checks_asleep, end = 0, time.monotonic() + PATIENCE
         while checks_asleep < LOOKS and time.monotonic() < end:
             time.sleep(BETWEEN)  # release the lock, which a sleeping thread may be waiting for
-            checks_asleep = 0 if any(state != "S" for state in _gloo_thread_states()) else checks_asleep + 1
+            checks_asleep += 1
+            for task in Path("/proc/self/task").glob("*/stat"):
+                with suppress(OSError):  # it has ended in the meantime
+                    name, _, state = task.read_text().partition("(")[2].rpartition(")")
+                    if name == GLOO_THREADS and state.split()[0] != "S":
+                        checks_asleep = 0
 
     atexit.register(wait_until_asleep)
-
-
-def _gloo_thread_states() -> list[str]:
-    """Return the state of each of gloo's threads as the kernel reports it. Empty without such a file system."""
-    states = []
-    for task in Path("/proc/self/task").glob("*/stat"):
-        try:
-            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
-        except OSError:  # it has ended in the meantime
-            continue
-        if name == GLOO_THREADS:
-            states.append(rest.split()[0])
-    return states

@@ -11,7 +11,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +97,13 @@ class TensorFiles:
         self._others[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    @contextmanager
-    def results_stored(self) -> Iterator[None]:
+    def results_stored(self) -> TorchFunctionMode:
         """Store the results of torch's functions inside the context, unless they are views of stored tensors."""
-        with _Results(self):
-            yield
+        return _Results(self)
 
-    @contextmanager
-    def parameters_stored(self) -> Iterator[None]:
+    def parameters_stored(self) -> AbstractContextManager[None]:
         """Store parameters that modules get inside the context, and new values that are assigned to them."""
-        with parameters_seen_by(self.store_parameter):
-            yield
+        return parameters_seen_by(self.store_parameter)
 
     def store_parameter(self, parameter: nn.Parameter) -> None:
         """Store the values of a parameter on the host."""

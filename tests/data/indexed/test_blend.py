@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rapidformer_templates.data.indexed.blend import LONGEST_PERIOD, Blend, quota_order, whole_weights
-from rapidformer_templates.data.indexed.cache import IndexCache
-from rapidformer_templates.data.indexed.corpora import load_corpora, parse_data_path
+from rapidformer_templates.data.indexed.corpora import IndexCache, load_corpora, parse_data_path
 from rapidformer_templates.data.indexed.tools import merge
 from rapidformer_templates.data.indexed.writer import IndexedWriter, read_sums
-from rapidformer_templates.data.pretraining.windows import GPTSamples
+from rapidformer_templates.data.pretraining.samples import GPTSamples
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.model_files import load_tokenizer, vocabulary_id

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from rapidformer_templates.data.collate import count_targets
 from rapidformer_templates.data.indexed import corpora
-from rapidformer_templates.data.indexed.cache import IndexCache, cache_root
-from rapidformer_templates.data.indexed.corpora import Corpus, load_corpora
+from rapidformer_templates.data.indexed.corpora import Corpus, IndexCache, cache_root, load_corpora
 from rapidformer_templates.data.indexed.tools import split_sequences, split_shares
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.text.files import text_files

@@ -17,9 +17,9 @@ from transformers import AutoModelForPreTraining, AutoTokenizer, PreTrainedToken
 
 from rapidformer_templates import Pretrainer
 from rapidformer_templates.data.collate import IGNORED, DocumentCollate, collate_to_shape, count_targets
-from rapidformer_templates.data.indexed.cache import IndexCache
+from rapidformer_templates.data.indexed.corpora import IndexCache
 from rapidformer_templates.data.indexed.writer import IndexedWriter
-from rapidformer_templates.data.pretraining.windows import Documents, GPTSamples
+from rapidformer_templates.data.pretraining.samples import Documents, GPTSamples
 from rapidformer_templates.data.shapes import Shape
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import DataError, RapidformerError

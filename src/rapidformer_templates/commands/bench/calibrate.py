@@ -32,8 +32,8 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
+from rapidformer_templates.commands.bench.cli import processor
 from rapidformer_templates.commands.bench.models import BenchModel
-from rapidformer_templates.commands.bench.output import processor
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.environment import detect, kind_of
 from rapidformer_templates.planning.flag_parser import parse
@@ -225,17 +225,13 @@ class Stopwatch:
         return float(shared)
 
 
-def precisions_of(device: torch.device) -> list[str]:
-    """Return the precisions that a device computes well."""
-    if device.type == "cpu":
-        return ["fp32", "bf16"]
-    is_older = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return ["fp32", "fp16"] if is_older else ["fp32", "bf16", "fp16"]
-
-
 def measure(watch: Stopwatch) -> device_file.DeviceFile:
     """Measure the rates of these workers."""
     workers, device, sizes = watch.workers, watch.workers.device, watch.sizes
+    precisions = ["fp32", "bf16"]  # those that the device computes well
+    if device.type != "cpu":
+        is_older = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        precisions = ["fp32", "fp16"] if is_older else ["fp32", "bf16", "fp16"]
     large = torch.zeros(SIZES[sizes][-1], dtype=torch.uint8, device=device)
     other, host_link = torch.empty_like(large), None
     if device.type == "cpu":
@@ -251,7 +247,7 @@ def measure(watch: Stopwatch) -> device_file.DeviceFile:
         host_link = large.nbytes / watch.time(lambda: host.copy_(large, non_blocking=True)) / GB
     rates = device_file.WorkerRates(
         workers=workers.world,
-        precisions={name: _precision_rates(watch, name, facts.multiprocessors) for name in precisions_of(device)},
+        precisions={name: _precision_rates(watch, name, facts.multiprocessors) for name in precisions},
         memory_bandwidth=2 * large.nbytes / watch.time(lambda: other.copy_(large)) / GB,
         update_bandwidth=_update_bandwidth(watch),
         launch_seconds=_launch_seconds(watch),

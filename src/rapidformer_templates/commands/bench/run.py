@@ -16,9 +16,8 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import nn
 
-from rapidformer_templates.commands.bench.flops import MatrixProduct, training_flops_of
-from rapidformer_templates.commands.bench.models import SCALES, fast_precision
-from rapidformer_templates.commands.bench.output import put_out, spread
+from rapidformer_templates.commands.bench.cli import put_out, spread
+from rapidformer_templates.commands.bench.models import SCALES, MatrixProduct, fast_precision, training_flops_of
 from rapidformer_templates.commands.main import template_of
 from rapidformer_templates.data.collate import samples_in
 from rapidformer_templates.errors import ConfigError

@@ -10,7 +10,7 @@ end marker.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -25,7 +25,6 @@ from rapidformer_templates.data.finetuning.chat import Columns, Completion, Exam
 from rapidformer_templates.data.finetuning.messages import Message, common_length
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.text.special_tokens import drop_repeated
 from rapidformer_templates.errors import DataError, counted
 
 PLAIN_TEMPLATE = """\
@@ -245,10 +244,6 @@ class ChatReader:
         self.notes += [note for note in template.notes if note not in self.notes]
         return template
 
-    @cached_property
-    def _end_tokens(self) -> tuple[str, ...]:
-        return tuple(self.tokenizer.get_added_vocab())
-
     def samples(self, name: str, part: DataPart, columns: Columns) -> TokenizedSamples:
         """Return ``input_ids``, and with ``answers_only`` also ``labels``, which are -100 outside of answers.
 
@@ -294,7 +289,7 @@ class ChatReader:
         """Tokenize texts of one kind, truncated to the length. Texts without a chat template get an end token."""
         end, length = self.tokenizer.eos_token_id, self.seq_length
         bare = bool(texts) and texts[0].bare  # a column holds one kind of value
-        if texts and self.learns_to_stop and not any(map(self._has_end, texts)) and NO_END_NOTE not in self.notes:
+        if texts and self.learns_to_stop and NO_END_NOTE not in self.notes and not self._have_ends(texts):
             self.notes.append(NO_END_NOTE)
         chats = []
         for tokens in encode(self.tokenizer, texts, special=bare, notes=self.notes):
@@ -304,12 +299,13 @@ class ChatReader:
             chats.append(EncodedChat(ids[:length], learned[:length], tokens.split, is_truncated=len(ids) > length))
         return chats
 
-    def _has_end(self, rendered: Rendered) -> bool:
-        """Whether an answer of a text, or the whole text, ends with a token that cannot be part of a word."""
-        if rendered.bare:
+    def _have_ends(self, texts: Sequence[Rendered]) -> bool:
+        """Whether an answer of some text, or the whole text, ends with a token that cannot be part of a word."""
+        if texts[0].bare:
             return self.tokenizer.eos_token_id is not None
-        ends = [end for _, end in rendered.answers] or [len(rendered.text)]
-        return any(rendered.text[:end].rstrip().endswith(self._end_tokens) for end in ends)
+        tokens = tuple(self.tokenizer.get_added_vocab())
+        ends = ((one.text, end) for one in texts for end in [end for _, end in one.answers] or [len(one.text)])
+        return any(text[:end].rstrip().endswith(tokens) for text, end in ends)
 
     def render(self, example: Example) -> Rendered:
         """Return the text of a conversation or completion, and the positions of its answers."""
@@ -339,3 +335,40 @@ class ChatReader:
                 f"{name}: the answers of {counted(split, 'sample')} begin inside a token that begins in their prompt; "
                 "put the space or line break between them into the answer"
             )
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Return the tokens that the tokenizer adds before and after a text."""
+    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    starts = [i for i in range(len(whole)) if bare and whole[i : i + len(bare)] == bare]
+    return (whole[: starts[0]], whole[starts[0] + len(bare) :]) if starts else ([], [])
+
+
+def once(ids: list[int], added: tuple[list[int], list[int]]) -> slice:
+    """Return which tokens of a text remain if the added ones are not there twice, as with a text that was rendered."""
+    begin, end = added
+    if len(ids) <= len(begin) + len(end):
+        return slice(0, len(ids))
+    begins_twice = bool(begin) and ids[: 2 * len(begin)] == begin * 2
+    ends_twice = bool(end) and ids[-2 * len(end) :] == end * 2
+    return slice(len(begin) * begins_twice, len(ids) - len(end) * ends_twice)
+
+
+def drop_repeated(
+    tokenizer: PreTrainedTokenizerFast, encoded: MutableMapping[str, list[Any]], notes: list[str] | None
+) -> None:
+    """Remove special tokens that the tokenizer has added to texts that have them already, in all fields.
+
+    Args:
+        notes: receives a remark for the user, once.
+    """
+    added, names, repeats = added_tokens(tokenizer), list(encoded), 0
+    for row, ids in enumerate(encoded["input_ids"]):
+        tokens = once(ids, added)
+        if tokens != slice(0, len(ids)):
+            repeats += 1
+            for name in names:
+                encoded[name][row] = encoded[name][row][tokens]
+    note = "texts begin or end with special tokens that the tokenizer adds, so it does not add them again"
+    if repeats and notes is not None and note not in notes:
+        notes.append(note)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from rapidformer_templates.errors import DataError
@@ -17,21 +16,6 @@ PART_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(("valid", "valid
 """Names of parts in data sets, mapped to our names."""
 
 HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
-
-
-@dataclass(frozen=True)
-class Cached:
-    """A hub data set in the cache of ``datasets``.
-
-    Attributes:
-        name: the name on the hub.
-        config: the configuration of the data set.
-        folder: the folder with its parts.
-    """
-
-    name: str
-    config: str
-    folder: Path
 
 
 def cache_root() -> Path:
@@ -56,10 +40,10 @@ def is_owned(name: str) -> bool:
     return HUB_NAME.fullmatch(name) is not None and "/" in name and not Path(name).parent.is_dir()
 
 
-def find_or_download(name: str, config: str | None, flag: str) -> Cached:
+def find_or_download(name: str, config: str | None, flag: str) -> Path:
     """Find the newest version of a hub data set in the cache of ``datasets``. If there is none, download it.
 
-    One process of a node downloads, and the others wait for it.
+    One process of a node downloads, and the others wait for it. Returns the folder with its parts.
 
     Args:
         name: the name on the hub.
@@ -93,7 +77,7 @@ def find_or_download(name: str, config: str | None, flag: str) -> Cached:
     return cached
 
 
-def _find_cached(name: str, config: str | None, flag: str) -> Cached | None:
+def _find_cached(name: str, config: str | None, flag: str) -> Path | None:
     by_config: dict[str, list[Path]] = {}
     for info in _cached_folder(name).glob("*/*/*/dataset_info.json"):
         by_config.setdefault(info.parents[2].name, []).append(info.parent)
@@ -103,7 +87,7 @@ def _find_cached(name: str, config: str | None, flag: str) -> Cached | None:
     config_name = config or ("default" if "default" in by_config else next(iter(by_config), ""))
     if config_name not in by_config:
         return None
-    return Cached(name, config_name, max(by_config[config_name], key=lambda version: version.stat().st_mtime))
+    return max(by_config[config_name], key=lambda version: version.stat().st_mtime)
 
 
 def _download_error(error: Exception, name: str, config: str | None, flag: str) -> Exception:
@@ -127,10 +111,11 @@ def _download_error(error: Exception, name: str, config: str | None, flag: str) 
     return download_error(error, name, flag=flag, kind="data set", cache=str(cache_root()), download_command=command)
 
 
-def cached_files(cached: Cached, splits: str | None = None) -> dict[str, list[Path]]:
+def cached_files(folder: Path, name: str, splits: str | None = None) -> dict[str, list[Path]]:
     """Return the Arrow files of each part of a cached data set, by the part's name.
 
     Args:
+        folder, name: the folder of the data set, and its name on the hub.
         splits: names of its splits for training, validation and test, with commas between them. None finds the usual
             names.
 
@@ -138,7 +123,7 @@ def cached_files(cached: Cached, splits: str | None = None) -> dict[str, list[Pa
         DataError: a split does not exist, or none has a usual name.
     """
     files: dict[str, list[Path]] = {}
-    for path in sorted(cached.folder.glob("*.arrow")):
+    for path in sorted(folder.glob("*.arrow")):
         split = re.fullmatch(r".+-(\w+?)(?:-\d+-of-\d+)?", path.stem)
         if split:
             files.setdefault(split[1], []).append(path)
@@ -149,5 +134,5 @@ def cached_files(cached: Cached, splits: str | None = None) -> dict[str, list[Pa
     if unknown or not parts:
         problem = f"has no split '{unknown[0]}'" if unknown else "has no split with a usual name"
         hint = f"give --data-split TRAIN,VALIDATION,TEST or the first of them; the splits are {', '.join(files)}"
-        raise DataError(f"{cached.name} {problem}", where="--data-split" if splits else "--data-name", hint=hint)
+        raise DataError(f"{name} {problem}", where="--data-split" if splits else "--data-name", hint=hint)
     return {part: files[name] for part, name in parts.items()}

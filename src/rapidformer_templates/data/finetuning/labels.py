@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
@@ -19,6 +19,7 @@ from rapidformer_templates.models.architectures import has_head_of
 if TYPE_CHECKING:
     from rapidformer_templates.data.finetuning.tables import DataPart
 
+MULTI = "multi_label_classification"
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 INTEGER = re.compile(r"-?\d{1,400}")
 """Matches what ``int`` can read. A superscript such as "²" is a digit, but ``int`` refuses it."""
@@ -75,7 +76,7 @@ def label_names(parts: Sequence[DataPart], column: str) -> list[str]:
     Raises:
         DataError: a label is empty or means "no label", or the labels are measures.
     """
-    names_of_parts = [part.read([column], _single_label_reader(part, column)) for part in parts]
+    names_of_parts = [part.read([column], label_reader(part, column)) for part in parts]
     declared = declared_names(parts[0], column)
     if declared is not None:
         return declared
@@ -107,7 +108,7 @@ def problem_of(parts: Sequence[DataPart], column: str) -> str:
     """
     first = next((value for part in parts for value in part.table[column][:] if value is not None), None)
     if isinstance(first, list):
-        return "multi_label_classification"
+        return MULTI
     texts = [label_text(value) for part in parts for value in part.table[column][:]]
     numbers = [text for text in texts if text is not None]
     is_measured = all(NUMBER.fullmatch(text) for text in numbers) and _first_measure(numbers) is not None
@@ -157,27 +158,18 @@ def single_label(value: object, declared: Sequence[str] | None, column: str) -> 
     return name
 
 
-def label_reader(part: DataPart, column: str, problem: str | None) -> Callable[[object], object]:
+def label_reader(part: DataPart, column: str, problem: str | None = None) -> Callable[[object], Any]:
     """Return the function that reads the label of a row for a problem type."""
     if problem == "regression":
         return partial(measure, column=column)
-    if problem == "multi_label_classification":
-        return _label_set_reader(part, column)
-    return _single_label_reader(part, column)
-
-
-def _label_set_reader(part: DataPart, column: str) -> Callable[[object], list[str]]:
-    return partial(label_set, declared=declared_names(part, column), column=column)
-
-
-def _single_label_reader(part: DataPart, column: str) -> Callable[[object], str]:
-    return partial(single_label, declared=declared_names(part, column), column=column)
+    read = label_set if problem == MULTI else single_label
+    return partial(read, declared=declared_names(part, column), column=column)
 
 
 def label_set_names(parts: Sequence[DataPart], column: str) -> list[str]:
     """Return all labels that occur in lists of labels, in order."""
     declared = declared_names(parts[0], column)
-    label_sets = (names for part in parts for names in part.read([column], _label_set_reader(part, column)))
+    label_sets = (names for part in parts for names in part.read([column], label_reader(part, column, MULTI)))
     names_used = {name for names in label_sets for name in names}
     return declared or sorted_names(names_used)
 
@@ -188,7 +180,7 @@ def encode_label_sets(part: DataPart, column: str, names: Sequence[str]) -> list
     Raises:
         DataError: a label is not among ``names``.
     """
-    read, known = _label_set_reader(part, column), frozenset(names)
+    read, known = label_reader(part, column, MULTI), frozenset(names)
 
     def encode(values: object) -> list[float]:
         row_labels = read(values)
@@ -207,7 +199,7 @@ def encode_labels(part: DataPart, column: str, names: Sequence[str]) -> list[int
         DataError: a label is empty or is not among ``names``.
     """
     numbers = {name: i for i, name in enumerate(names)}
-    read = _single_label_reader(part, column)
+    read = label_reader(part, column)
 
     def encode(value: object) -> int:
         name = read(value)

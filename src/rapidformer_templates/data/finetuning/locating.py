@@ -160,8 +160,8 @@ def parts_read(flags: DataFlags) -> tuple[str, ...]:
 
 
 def _on_hub(name: str, flags: DataFlags, flag: str, read: Sequence[str]) -> Located:
-    cached = find_or_download(name, flags.data_config, flag)
-    return Located("cached", name, _by_part(cached_files(cached, flags.data_split), read, name))
+    folder = find_or_download(name, flags.data_config, flag)
+    return Located("cached", name, _by_part(cached_files(folder, name, flags.data_split), read, name))
 
 
 def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, list[Path]]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from rapidformer_templates.data.indexed.cache import IndexCache, Tables
+from rapidformer_templates.data.indexed.corpora import IndexCache, Tables
 from rapidformer_templates.data.order import Passes, Stream, keep_apart
 from rapidformer_templates.data.types import Data, Endless, SampleSet, SizeOf, size_function
 from rapidformer_templates.errors import DataError

@@ -120,11 +120,8 @@ class Damage:
         what: the part, and the documents in it.
     """
 
-    file: Path
+    file: str
     what: str
-
-    def to_json(self) -> dict[str, str]:
-        return {"file": str(self.file), "what": self.what}
 
 
 def verify(prefix: str) -> list[Damage] | None:
@@ -149,7 +146,7 @@ def verify(prefix: str) -> list[Damage] | None:
     problems = []
     if crc32(idx_path(prefix)) != sums["idx"]["crc32"]:
         what = "the index differs from what was written: documents may end elsewhere"
-        problems.append(Damage(idx_path(prefix), what))
+        problems.append(Damage(str(idx_path(prefix)), what))
     for block, (recorded, checksum) in enumerate(zip(sums["bin"]["crc32"], block_sums(path, size), strict=True)):
         if recorded != checksum:
             start, stop = block * size, min((block + 1) * size, dataset.token_count * dataset.dtype.itemsize)
@@ -157,7 +154,7 @@ def verify(prefix: str) -> list[Damage] | None:
             first, last = np.searchsorted(dataset.documents, inside, side="right") - 1
             documents = f"document {first:,}" if first == last else f"documents {first:,} to {last:,}"
             what = f"bytes {start:,} to {stop - 1:,} differ from what was written: {documents}"
-            problems.append(Damage(path, what))
+            problems.append(Damage(str(path), what))
     return problems
 
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NotRequired, Self, TypedDict
+from typing import Any, Self, TypedDict
 
 import numpy as np
 
@@ -37,27 +37,16 @@ BLOCK = 1 << 22
 """Bytes of ``.bin`` that one checksum covers."""
 
 
-class BinSums(TypedDict):
-    """Checksums of ``.bin``: the CRC-32 of each block of ``block_bytes``."""
-
-    bytes: int
-    block_bytes: int
-    crc32: list[int]
-
-
-class IdxSums(TypedDict):
-    """Checksum of ``.idx``."""
-
-    crc32: int
-
-
 class Sums(TypedDict):
-    """The contents of ``PREFIX.sums.json``. Older files have no vocabulary."""
+    """The contents of ``PREFIX.sums.json``.
 
-    bin: BinSums
-    idx: IdxSums
+    ``bin`` has the ``bytes`` of that file, and the ``crc32`` of each block of ``block_bytes``. ``idx`` has a ``crc32``.
+    """
+
+    bin: dict[str, Any]
+    idx: dict[str, int]
     largest_token: int
-    vocabulary: NotRequired[str | None]
+    vocabulary: str | None
 
 
 def sums_path(prefix: str | Path) -> Path:

@@ -11,14 +11,20 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from rapidformer_templates.data.collate import IGNORED, Collate, PadCollate, WindowCollate, shifted_left
+from rapidformer_templates.data.collate import (
+    IGNORED,
+    Collate,
+    DocumentCollate,
+    PadCollate,
+    WindowCollate,
+    shifted_left,
+)
 from rapidformer_templates.data.indexed.blend import Blend
-from rapidformer_templates.data.indexed.cache import IndexCache
+from rapidformer_templates.data.indexed.corpora import IndexCache, parse_data_path
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.packing import check_packable, check_packable_model
 from rapidformer_templates.data.pretraining import masking
-from rapidformer_templates.data.pretraining.sentence_pairs import SentencePairs
-from rapidformer_templates.data.pretraining.windows import Documents, GPTSamples
+from rapidformer_templates.data.pretraining.samples import Documents, GPTSamples, SentencePairs
 from rapidformer_templates.data.types import Augment, Endless, Model, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError, ModelError, NoSamples
 from rapidformer_templates.models.architectures import PairLabel, pair_label_of
@@ -27,8 +33,6 @@ from rapidformer_templates.models.loading import model_type_of
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.tasks.base import Task
-from rapidformer_templates.data.collate import DocumentCollate
-from rapidformer_templates.data.indexed.corpora import parse_data_path
 
 Samples = GPTSamples | SentencePairs | Documents
 Loss = torch.Tensor | tuple[torch.Tensor, int]

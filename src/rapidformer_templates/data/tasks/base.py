@@ -15,13 +15,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from rapidformer_templates.data.collate import Collate, PadCollate, Ragged, TokenizedSamples, count_targets
 from rapidformer_templates.data.finetuning import tables
+from rapidformer_templates.data.finetuning.chat_samples import drop_repeated
 from rapidformer_templates.data.finetuning.labels import in_order_of_head
 from rapidformer_templates.data.finetuning.locating import check_evaluated, flags_of_sets, locate, locate_part
 from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.indexed.blend import mixed, whole_weights
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.text.special_tokens import drop_repeated
 from rapidformer_templates.data.types import Augment, Data, Endless, Model, ModelOutputs, Sample, SampleSet, Tensors
 from rapidformer_templates.errors import DataError, ModelError
 from rapidformer_templates.models.label_use import LabelUse

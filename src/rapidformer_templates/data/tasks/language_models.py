@@ -19,7 +19,7 @@ from rapidformer_templates.data.collate import (
     shifted_left,
 )
 from rapidformer_templates.data.finetuning import chat
-from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader
+from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader, added_tokens, once
 from rapidformer_templates.data.finetuning.tables import DataPart, LoadedDataset, UsableRows, part_of_stream
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate, padded_left
 from rapidformer_templates.data.loader import to_device
@@ -29,7 +29,6 @@ from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mas
 from rapidformer_templates.data.streaming import BlockResult, StreamedRow, StreamedSamples, buffer_of
 from rapidformer_templates.data.tasks import base
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.text.special_tokens import added_tokens, once
 from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, SampleSet, Tensors
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.architectures import positions_of

@@ -13,11 +13,18 @@ from torch import nn
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.indexed.blend import Blend
-from rapidformer_templates.data.indexed.cache import IndexCache, cache_root
-from rapidformer_templates.data.indexed.corpora import Corpus, check_corpora, load_corpora, recipe_of, streamed_corpus
+from rapidformer_templates.data.indexed.corpora import (
+    Corpus,
+    IndexCache,
+    cache_root,
+    check_corpora,
+    load_corpora,
+    recipe_of,
+    streamed_corpus,
+)
 from rapidformer_templates.data.indexed.tools import split_sequences, split_shares
 from rapidformer_templates.data.pretraining.objectives import BY_DOCUMENTS, OBJECTIVES, Objective, Pairs, Samples
-from rapidformer_templates.data.pretraining.windows import Documents
+from rapidformer_templates.data.pretraining.samples import Documents
 from rapidformer_templates.data.streaming import RowStream, StreamedSamples, WindowsOfDocuments, buffer_of
 from rapidformer_templates.data.tasks.base import Inputs, Loss, Record, Task
 from rapidformer_templates.data.tasks.language_models import CausalLM, MaskedLM, predicted_tokens, token_accuracy

@@ -9,13 +9,13 @@ import numpy as np
 
 from rapidformer_templates.data.collate import IGNORED, PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import prompt_and_answer_columns
+from rapidformer_templates.data.finetuning.chat_samples import drop_repeated
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.tasks import base
 from rapidformer_templates.data.tasks.language_models import Block, sets_of
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.text.special_tokens import drop_repeated
 from rapidformer_templates.data.types import Data, Sample, Tensors
 from rapidformer_templates.planning.tasks import SOURCE_COLUMNS
 

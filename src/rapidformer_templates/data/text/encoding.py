@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection
@@ -214,8 +214,8 @@ class Encoder:
         )
 
 
-_recipes: list[EncodingRecipe] = []
-"""The recipe that this worker process was started with."""
+_encoders: list[Callable[[], Encoder]] = []
+"""Makes the tokenizer of this worker process at its first job, and keeps it."""
 
 
 def start_worker(recipe: EncodingRecipe, alive: Connection) -> None:
@@ -224,7 +224,7 @@ def start_worker(recipe: EncodingRecipe, alive: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also gets the signal, and ends the workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _recipes.append(recipe)
+    _encoders.append(cache(lambda: Encoder(recipe)))
 
     def exit_with_parent() -> None:
         try:
@@ -235,11 +235,6 @@ def start_worker(recipe: EncodingRecipe, alive: Connection) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-@cache
-def _encoder() -> Encoder:
-    return Encoder(_recipes[0])
-
-
 def work(job: EncodingJob) -> Encoded:
     """Run a job in a worker process."""
-    return _encoder()(job)
+    return _encoders[0]()(job)

@@ -226,8 +226,7 @@ def _explained(error: csv.Error, *, in_header: bool) -> tuple[str, str]:
 
 
 def _check_header(names: Sequence[str], path: Path) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    if twice := next((name for name in names if names.count(name) > 1), None):
         raise DataError(f"the header names the column '{twice}' twice", where=f"{path}:1", hint="rename one of them")
     if any("\0" in name for name in names):
         raise DataError("the header holds a zero byte", where=f"{path}:1", hint="remove it")

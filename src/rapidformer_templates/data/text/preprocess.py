@@ -224,14 +224,10 @@ def _spans(path: Path, chunk_size: int, unit: TextUnit) -> Iterator[tuple[Span, 
                 continue
             documents += 1
             if documents >= chunk_size or position - start >= JOB_BYTES:
-                yield _span(start, position, first, lines, has_bytes_of_file), position - start
+                yield Span(start, position, first, None if has_bytes_of_file else b"".join(lines)), position - start
                 start, first, documents, lines = position, number + 1, 0, []
     if position > start:
-        yield _span(start, position, first, lines, has_bytes_of_file), position - start
-
-
-def _span(start: int, stop: int, first: int, lines: list[bytes], has_bytes_of_file: bool) -> Span:
-    return Span(start, stop, first, None if has_bytes_of_file else b"".join(lines))
+        yield Span(start, position, first, None if has_bytes_of_file else b"".join(lines)), position - start
 
 
 def _row_parts(path: Path, keys: Sequence[str], chunk_size: int) -> Iterator[tuple[list[tuple[int, Row]], int]]:

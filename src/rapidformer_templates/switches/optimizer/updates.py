@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from rapidformer_templates.models.blocks import tables_of
 
 
 class BaseOptimizer(Optimizer):
-    """An optimizer that makes its updates in one method."""
+    """An optimizer whose parameters are updated one by one."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -29,13 +28,20 @@ class BaseOptimizer(Optimizer):
         self._update_all()
         return loss
 
-    @abstractmethod
     def _update_all(self) -> None:
         """Update all parameters that have a gradient. Called without recording gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter of a group."""
+        raise NotImplementedError
 
 
 class AdamLike(BaseOptimizer):
-    """An optimizer with Adam's options whose parameters are updated one by one.
+    """An optimizer with Adam's options.
 
     Args:
         params: parameters or groups of them.
@@ -54,16 +60,6 @@ class AdamLike(BaseOptimizer):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    def _update_all(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    @abstractmethod
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter of a group."""
 
 
 class Lamb(AdamLike):
@@ -125,19 +121,14 @@ class Lion(BaseOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def _update_all(self) -> None:
-        for group in self.param_groups:
-            lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                weight, gradient, momentum = map(local_part, (parameter, parameter.grad, state["exp_avg"]))
-                direction = momentum.lerp(gradient, 1 - beta1).sign_()
-                weight.mul_(1 - lr * decay).sub_(direction, alpha=lr)
-                momentum.lerp_(gradient, 1 - beta2)
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        lr, (beta1, beta2), state = group["lr"], group["betas"], self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        weight, gradient, momentum = map(local_part, (parameter, gradient, state["exp_avg"]))
+        direction = momentum.lerp(gradient, 1 - beta1).sign_()
+        weight.mul_(1 - lr * group["weight_decay"]).sub_(direction, alpha=lr)
+        momentum.lerp_(gradient, 1 - beta2)
 
 
 TURN = 40503

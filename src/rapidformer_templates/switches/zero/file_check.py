@@ -86,9 +86,13 @@ def find_problems(content: ds_file.Section) -> list[ds_file.Problem]:
     for name, model in models.items():
         problems += _wrong_values(name, model, ds_file.section_at(content, name))
     if scheduler and not any(path.startswith("scheduler") for path, _ in problems):
-        problems += _refused_schedule(
-            {"type": scheduler, "params": dict(ds_file.section_at(content, "scheduler.params"))}
-        )
+        from rapidformer_templates.engines.recipe import deepspeed_rates
+
+        schedule: FileSchedule = {"type": scheduler, "params": dict(ds_file.section_at(content, "scheduler.params"))}
+        try:
+            deepspeed_rates(schedule, lr=1e-3, warmup=1, total=9)(1)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            problems.append(("scheduler.params", f"{scheduler} of DeepSpeed refuses scheduler.params: {error}"))
     return problems
 
 
@@ -136,15 +140,6 @@ def _wrong_values(name: str, model: Any, section: ds_file.Section) -> Iterator[d
                 yield path, f"{path}{value}: {mistake['msg']}"
     except OverflowError as error:  # DeepSpeed computes with some values while it checks them
         yield name, f"{name}: {error}"
-
-
-def _refused_schedule(schedule: FileSchedule) -> Iterator[ds_file.Problem]:
-    from rapidformer_templates.engines.recipe import deepspeed_rates
-
-    try:
-        deepspeed_rates(schedule, lr=1e-3, warmup=1, total=9)(1)
-    except (ArithmeticError, TypeError, ValueError) as error:
-        yield "scheduler.params", f"{schedule['type']} of DeepSpeed refuses scheduler.params: {error}"
 
 
 if __name__ == "__main__":
