@@ -146,6 +146,7 @@ def test_a_right_script_has_no_error_under_strict_rules(found: dict[str, set[tup
     assert found["right.py"] == set()
 
 
+@pytest.mark.longer
 def test_each_mistake_is_found(found: dict[str, set[tuple[int, str]]]) -> None:
     lines = enumerate(WRONG.splitlines(), 1)
     mistakes = {(number, line.partition("  # ")[2]) for number, line in lines if "  # report" in line}

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from rapidformer_templates.commands.bench import flops
+from rapidformer_templates.commands.bench import models
 from rapidformer_templates.commands.bench.models import MatrixProduct
 from rapidformer_templates.commands.main import main
 from tests.support import stand_in
@@ -67,7 +67,7 @@ def _measured(workers: Any) -> tuple[dict[str, Any], float]:
     """Return the result of ``bench mfu`` on the accelerator, and the rate of a matrix product."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         words = f"bench mfu --scale tiny --turns 1 --steps-a-turn 1 --json {folder}/mfu.json --mixed-precision bf16"
-        with mock.patch.dict(flops.SIZES, accelerator=32):
+        with mock.patch.dict(models.PRODUCT_SIZES, accelerator=32):
             assert main(words.split()) == 0
         return json.loads(Path(folder, "mfu.json").read_text()), MatrixProduct(stand_in.NAME, "fp32", size=32).rate()
 

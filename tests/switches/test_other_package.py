@@ -73,7 +73,7 @@ def several(place: Path, *commands: str) -> list[tuple[int, str]]:
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_it_is_in_the_help_the_catalogue_and_the_plan(place: Path) -> None:
     assert NAME in rapidformer(place, "switches")
     plan = f"plan {RUN} {FLAG} 0.1"

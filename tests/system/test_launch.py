@@ -138,6 +138,7 @@ with join("cpu") as workers:
 """
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_workers_join_again_after_an_error() -> None:
     launch.run_workers([sys.executable, "-c", GOING_ON], 2)
@@ -325,6 +326,7 @@ print("the run is over", flush=True)
 """
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_threads_let_go_before_the_interpreter_ends() -> None:
     done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, check=False, timeout=300)

@@ -61,7 +61,7 @@ def test_bytes_are_those_of_a_plain_script_for_any_number_of_workers(
         assert files_of(made.prefix["text"])[2] == files_of(tmp_path / "way0_text_document")[2]
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Preprocess, says: Says) -> None:
     texts = ["one tree\nsees a house\n", "a dog\n", "the river\n"]
     text = tmp_path / "a.txt"
@@ -135,7 +135,7 @@ def test_compressed_and_utf_16_files_give_the_same_sets(tmp_path: Path, make: Pr
             assert (found, made.documents) == (wanted, {"text": 9})
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_bad_lines_are_errors_or_listed(tmp_path: Path, recipe: EncodingRecipe, make: Preprocess, says: Says) -> None:
     good = [json.dumps({"text": text}).encode() for text in TEXTS[:3]]
     file = tmp_path / "bad.jsonl"

@@ -111,10 +111,8 @@ TOGETHER = dict.fromkeys(OPTIMIZERS_HERE, 1) | {
     if all(word not in flags or _installed(package) for word, package in NEEDS.items())
 }
 """Number of workers by the flags of a run."""
-HOLDING = {"hybrid-sharding", "lora", "mixed-precision", "mixture-of-experts"}
-"""Switches that change what the workers hold, and have no engine of their own."""
 DEFAULT = {
-    *(switch.name for switch in REGISTRY.switches if switch.engine or switch.name in HOLDING),
+    *("distributed-optimizer", "fsdp", "hybrid-sharding", "lora", "oss-sdp", "tensor-parallel", "zero-3"),
     *("--optimizer adafactor", "--optimizer muon"),
     *itertools.chain(*RUNS["default"].values()),
 }

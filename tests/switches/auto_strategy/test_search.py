@@ -188,7 +188,7 @@ def test_stages_are_interleaved_as_far_as_the_blocks_divide(
         assert interleaved.memory.activations > plain.memory.activations
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_experts_are_divided_as_far_as_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 4 --device cpu --micro-batch-size 1"
     flags += " --num-experts 4 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
@@ -420,6 +420,7 @@ def test_what_the_user_gives_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.longer
 def test_layouts_stand_in_the_order_of_their_speed() -> None:
     layouts = of_four().layouts
     for better, worse in itertools.pairwise(layouts):

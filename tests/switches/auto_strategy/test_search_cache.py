@@ -39,7 +39,7 @@ def file_of(flags: str) -> Path:
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_an_equal_search_is_read(
     user_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

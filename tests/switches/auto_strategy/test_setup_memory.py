@@ -25,7 +25,6 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShape
 from rapidformer_templates.switches.auto_strategy.setup_memory import SetupMemory, setup_memory
 from rapidformer_templates.system.workers import Workers, join
 from tests.support.plans import planned
-from tests.support.selection import by_default
 from tests.support.switch_cases import Case, case_of, words
 from tests.support.worker_pool import end_pool, run_in_workers
 
@@ -108,11 +107,10 @@ def assert_predicted(predicted: SetupMemory, job: type[Any], workers: int, flags
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 
 
+@pytest.mark.longer
 @only_linux
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "flags", by_default(["--fsdp-memory-optimization"], ["", "--fsdp-memory-optimization"]), ids=["ddp", "fsdp"]
-)
+@pytest.mark.parametrize("flags", ["", "--fsdp-memory-optimization"], ids=["ddp", "fsdp"])
 def test_the_predicted_peak_is_measured(flags: str) -> None:
     given = f"--device cpu --lr 1e-3 --train-iters 1 --no-save {flags}".split()
     plan = resolve(LayersJob(given).config, detect("Trainer", "test", device="cpu", world_size=2))
@@ -178,6 +176,7 @@ def test_a_plan_knows_how_its_engine_builds(world: int) -> None:
     assert world == 4 or set(expected.values()) == {False, True}
 
 
+@pytest.mark.longer
 def test_a_layout_that_a_node_cannot_build_is_rejected() -> None:
     model = "--model-type gpt2 --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 16"
     model += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"

@@ -235,7 +235,7 @@ def test_mistakes_are_refused(flags: str, says: Says) -> None:
     says.command(f"plan {JOB} {flags}")
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_refused_size_is_in_the_table() -> None:
     flags = f"{OF_SIZES} --pipeline-model-parallel-size 2"
     refused, fits = planned(f"{flags} --world-size 1,2", 4)["clusters"]

@@ -149,7 +149,7 @@ def _saved(workers: Any, case: str, layout: str, folder: str, *more: str) -> par
 SAVED = [(2, "gpt2", f"{ALL} --micro-batch-size 3"), (4, *STAGES_AND_SHARDS), (4, *ALL_SHARDED), (4, *OF_A_CONTEXT)]
 
 
-@pytest.mark.parametrize(("workers", "case", "layout"), by_default(SAVED[:1], SAVED))
+@pytest.mark.parametrize(("workers", "case", "layout"), by_default((), SAVED))
 def test_a_divided_run_goes_on_in_one_process_and_its_export_has_its_weights(
     workers: int, case: str, layout: str, tmp_path: Path
 ) -> None:

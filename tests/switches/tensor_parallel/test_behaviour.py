@@ -135,6 +135,7 @@ def _behave(workers: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.longer
 def test_tokens_beyond_the_vocabulary_are_errors(found: Any) -> None:
     for on_rank in found:
         for case, error in on_rank["beyond"].items():
