@@ -12,6 +12,7 @@ from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.resolve import Path, nearest, resolve, to_suggestion
 from rapidformer_templates.planning.switch import TEMPLATES, Request
 from tests.support.requests import CPU, GPUS, on, with_switches
+from tests.support.selection import by_default
 
 NAMES = [switch.name for switch in REGISTRY.switches]
 UP_TO_PAIRS = [names for size in range(3) for names in itertools.combinations(NAMES, size)]
@@ -32,7 +33,11 @@ SETS += [
 
 
 @pytest.mark.parametrize(("template", "combinations"), SETS)
-@pytest.mark.parametrize(("registry", "place"), [(REGISTRY, CPU), (REGISTRY, GPUS)], ids=["this version", "all"])
+@pytest.mark.parametrize(
+    ("registry", "place"),
+    by_default([(REGISTRY, GPUS)], [(REGISTRY, CPU), (REGISTRY, GPUS)]),
+    ids=["this version", "all"],
+)
 def test_every_combination_is_accepted_or_mended(
     registry: Registry, place: Environment, template: str, combinations: list[tuple[str, ...]]
 ) -> None:

@@ -57,7 +57,7 @@ def test_run_is_bitwise_the_one_without(job: str, optimizer: str) -> None:
     assert held == whole
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 @pytest.mark.usefixtures("elsewhere")
 def test_checkpoints_pass_between_a_run_with_and_one_without(tmp_path: Path) -> None:
     run(tmp_path / "whole")

@@ -26,6 +26,7 @@ from rapidformer_templates.errors import DataError, RapidformerError
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.indexed_sets import numbered
 from tests.support.messages import Says
+from tests.support.selection import by_default
 from tests.support.texts import TINY, WORDS, Configure, write_jsonl
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -201,8 +202,11 @@ def test_the_asked_share_is_cut_and_by_the_seed() -> None:
     assert heads.mean() == pytest.approx(50, abs=2)
 
 
+MODELS = [("gpt2", "gpt_folder"), ("bert", "bert_folder")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "folder"), [("gpt2", "gpt_folder"), ("bert", "bert_folder")])
+@pytest.mark.parametrize(("model", "folder"), by_default(MODELS[:1], MODELS))
 def test_a_corpus_is_trained_on_document_by_document(
     model: str, folder: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -173,6 +173,7 @@ OWN_OPTIMIZERS = [
 ]
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 @pytest.mark.parametrize(("workers", "flags"), by_default([SHARDED], OWN_OPTIMIZERS))
 def test_a_run_with_an_own_optimizer_needs_what_its_engine_needs_on_fake_tensors(workers: int, flags: str) -> None:

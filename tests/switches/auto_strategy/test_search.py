@@ -172,6 +172,7 @@ def test_sequences_are_divided_where_nothing_fits_otherwise(monkeypatch: pytest.
     assert resolve(config, place).sizes.context == 2
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("more", "sizes"), [("", {1, 2}), ("--virtual-pipeline-size 2", {2})])
 def test_stages_are_interleaved_as_far_as_the_blocks_divide(
     more: str, sizes: set[int], monkeypatch: pytest.MonkeyPatch
@@ -383,7 +384,7 @@ def test_stages_wait_for_the_slowest() -> None:
 OFFLOADING = f"{TINY} --auto-strategy --device cuda --micro-batch-size 32 --no-checkpoint-activations"
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_activations_go_to_the_host_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     search = search_of(OFFLOADING, monkeypatch, 80)
     needed = {}

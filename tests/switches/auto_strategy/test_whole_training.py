@@ -85,6 +85,7 @@ def test_layouts_do_not_change_the_work(more: str) -> None:
     assert divided["training"]["checkpoint_gb"] == plain["training"]["checkpoint_gb"]
 
 
+@pytest.mark.longer
 def test_epochs_are_counted_from_the_data(tmp_path: Path, bert_folder: Path) -> None:
     rows = [json.dumps({"text": "some words", "label": number % 2}) for number in range(50)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
@@ -118,6 +119,7 @@ def test_without_terms_a_plan_predicts_nothing() -> None:
 OPTIMIZERS = ["", "--optimizer lion", "--optimizer adafactor", "--ema-decay 0.9", "--mixed-precision bf16"]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("more", by_default(OPTIMIZERS[-1:], OPTIMIZERS))
 def test_a_real_checkpoint_has_the_predicted_size(more: str, tmp_path: Path, gpt_folder: Path) -> None:
     (tmp_path / "corpus.txt").write_text("\n".join(DOCUMENTS), encoding="utf-8")
