@@ -24,7 +24,7 @@ DEAR = {"torch-compile", "onnx-runtime"}
 row with one gets no more workers."""
 
 SLOW: set[Pair] = {("dynamic-shape", "torch-compile"), ("dynamic-shape", "onnx-runtime")}
-"""Pairs that occur in only one row each, of at most four switches, because every shape is compiled."""
+"""Pairs that occur in only one row each, of two workers and at most four switches, because every shape is compiled."""
 
 
 class Table(TypedDict):
@@ -75,7 +75,7 @@ def _fits(name: str, row: list[str], missing: Collection[Pair]) -> bool:
     if covered or (slow and len(longer) > 4):
         return False
     before, after = smallest(row), smallest(longer)
-    if before is None or after is None:
+    if before is None or after is None or (slow and after.world > 2):
         return False
     if name in DEAR and before.world > 2:
         return False
