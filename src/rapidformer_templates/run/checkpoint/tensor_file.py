@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import _TYPES
 
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.files import PAGE, Seal, unbuffered, write_at
@@ -32,7 +31,26 @@ BLOCK = 16 << 20  # bytes per write
 IN_FLIGHT = 3  # number of blocks that are written concurrently
 COPY = 8 << 20  # bytes that a thread copies at a time
 COPY_THREADS = 4  # number of threads: more do not make memory faster
-NAMES = {dtype: name for name, dtype in _TYPES.items()}
+NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
 """Names of the types in the format."""
 
 
