@@ -227,7 +227,7 @@ def start(network: Network, folder: Path, save: str = "run", flags: str = FLAGS)
 
 
 def finish(workers: list[subprocess.Popen[str]], seconds: float) -> list[str]:
-    """Return the output of the workers. Those that have not ended after some time are killed."""
+    """Return the output of the workers. Kill the workers that have not ended after some time."""
     end = time.monotonic() + seconds
     said = []
     for worker in workers:

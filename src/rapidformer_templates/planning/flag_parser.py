@@ -195,7 +195,7 @@ def build_parser(prog: str, switch_options: Iterable[type], user: type | None, d
 
 
 _remembered_parser = lru_cache(maxsize=4)(build_parser)
-"""The same without a second build: a script, and a test, may parse many times."""
+"""The same, built once for equal arguments. Nobody may change the parser."""
 
 
 def parse(

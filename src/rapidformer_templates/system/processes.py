@@ -47,7 +47,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Set for each worker, also by torchrun: the file to which it reports its error."""
 
 CRASH = ".crash"
-"""Suffix of the file beside it with the stacks of a worker that has crashed."""
+"""Suffix of the file, in the same folder, for the stacks of a worker that crashes."""
 
 GRACE = 30.0
 """Seconds that a worker has to exit after a peer has failed or its launcher is gone."""

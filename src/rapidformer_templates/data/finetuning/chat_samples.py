@@ -299,13 +299,16 @@ class ChatReader:
             chats.append(EncodedChat(ids[:length], learned[:length], tokens.split, is_truncated=len(ids) > length))
         return chats
 
+    @cached_property
+    def _end_tokens(self) -> tuple[str, ...]:
+        return tuple(self.tokenizer.get_added_vocab())
+
     def _have_ends(self, texts: Sequence[Rendered]) -> bool:
         """Whether an answer of some text, or the whole text, ends with a token that cannot be part of a word."""
         if texts[0].bare:
             return self.tokenizer.eos_token_id is not None
-        tokens = tuple(self.tokenizer.get_added_vocab())
         ends = ((one.text, end) for one in texts for end in [end for _, end in one.answers] or [len(one.text)])
-        return any(text[:end].rstrip().endswith(tokens) for text, end in ends)
+        return any(text[:end].rstrip().endswith(self._end_tokens) for text, end in ends)
 
     def render(self, example: Example) -> Rendered:
         """Return the text of a conversation or completion, and the positions of its answers."""
