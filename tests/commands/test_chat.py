@@ -6,13 +6,13 @@ import math
 import os
 import pty
 import re
-import select
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -145,7 +145,7 @@ class Terminal:
         while not re.search(pattern, shown):
             if time.monotonic() > end:
                 raise TimeoutError(shown)
-            if select.select([self.own], [], [], 0.2)[0]:
+            if wait([self.own], 0.2):
                 read += os.read(self.own, 4096)  # may end within a character
                 shown = read.decode(errors="replace").replace("\r\n", "\n")
         return shown

@@ -5,7 +5,6 @@ import html.parser
 import json
 import os
 import re
-import select
 import shlex
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
@@ -82,7 +82,7 @@ class Chromium:
 
     def _next(self, seconds: float = 60) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            if not select.select([self._in], [], [], seconds)[0]:
+            if not wait([self._in], seconds):
                 raise TimeoutError("Chromium does not answer")
             data = os.read(self._in, 1 << 20)
             if not data:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 
 from rapidformer_templates import Data
@@ -175,6 +176,7 @@ def test_a_run_holds_its_folder_and_leaves_no_lock(tmp_path: Path) -> None:
     Nosy([*SHORT, "--save", str(tmp_path)]).fit()
     assert not (tmp_path / run_folder.LOCK).exists()
     train(tmp_path, "--resume")
+    assert not [file for file in psutil.Process().open_files() if Path(file.path).is_relative_to(tmp_path)]
 
 
 @contextlib.contextmanager

@@ -145,6 +145,8 @@ def test_a_run_ends_before_it_saves_other_values(tmp_path: Path) -> None:
     assert "after step 2 " in message
     assert "continue with --resume" in message
     assert [path.name for path in (tmp_path / "compared/checkpoints").glob("step-*")] == ["step-1"]
+    assert run_in_workers(2, _save, str(tmp_path / "not compared"), "--check-replicas 0") == [[], []]
+    assert (tmp_path / "not compared/checkpoints/step-3").is_dir()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])

@@ -4,7 +4,6 @@ import fcntl
 import heapq
 import os
 import random
-import select
 import signal
 import struct
 import subprocess
@@ -13,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,7 @@ class Network:
         waiting: list[tuple[float, int, bytes]] = []
         count = 0
         while not self._ended.is_set():
-            ready, _, _ = select.select(list(self._queues.values()), [], [], 0.002 if waiting else 0.05)
-            for queue in ready:
+            for queue in wait(self._queues.values(), 0.002 if waiting else 0.05):
                 packet, count = os.read(queue, 1 << 16), count + 1
                 if not self.cut and draw.random() >= self.loss:
                     heapq.heappush(waiting, (time.monotonic() + self.delay, count, packet))

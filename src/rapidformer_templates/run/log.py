@@ -343,7 +343,9 @@ class Log:
             self.failure = None
 
     def close(self) -> None:
-        """Close the trackers."""
+        """Close the file and the trackers."""
+        if self.metrics:
+            self.metrics.close()
         if self.trackers:
             self.trackers.close()
 

@@ -262,9 +262,10 @@ class Loop:
 
     def _compare(self, *, saves: bool) -> None:
         """Compare the values that several workers have, if the run saves this step or the comparison is due."""
+        if self.replica_check is None:
+            return
         interval = self.run.config.training.check_replicas
-        is_due = saves or (interval is not None and self.run.position.step % interval == 0)
-        if self.replica_check is None or not is_due:
+        if not saves and (interval is None or self.run.position.step % interval != 0):
             return
         self._raise_pending_errors()
         self.run.watch.enter(watch.CHECK, self.run.position.step)

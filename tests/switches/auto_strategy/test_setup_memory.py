@@ -23,6 +23,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memo
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.setup_memory import SetupMemory, setup_memory
+from rapidformer_templates.system.process_state import return_freed_memory
 from rapidformer_templates.system.workers import Workers, join
 from tests.support.plans import planned
 from tests.support.switch_cases import Case, case_of, words
@@ -88,6 +89,7 @@ def peaks(workers: Workers, job: type[Any], flags: list[str]) -> list[dict[str, 
     small = type("Small", (job,), {"width": 32})
     small(flags).fit()
     gc.collect()
+    return_freed_memory()  # a forked process begins with its parent's heap
     measured: list[dict[str, int]] = job(flags).fit()["receipts"]["setup_peak_bytes_by_rank"]
     return measured
 

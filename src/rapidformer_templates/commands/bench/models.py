@@ -93,9 +93,23 @@ class BenchModel:
                 return source.build()
 
             def build_data(self) -> Data:
-                return Data(train=[source.sample(index) for index in range(samples)])
+                return Data(train=RandomSamples(source, samples))
 
         return RandomJob
+
+
+@dataclass(frozen=True)
+class RandomSamples:
+    """Samples that are drawn when they are read. Loader processes would receive each tensor of a list as a file."""
+
+    source: BenchModel
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tokens:
+        return self.source.sample(index)
 
 
 SCALES = {
