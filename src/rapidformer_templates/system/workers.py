@@ -183,6 +183,14 @@ class Workers:
         dist.all_gather_object(values, value)
         return values
 
+    def gather_on_main(self, value: T) -> list[T]:
+        """Gather ``value`` from every worker, by rank, on rank 0. The list of other workers is empty."""
+        if self.world == 1:
+            return [value]
+        values = [value] * self.world if self.is_main else None
+        dist.gather_object(value, values)
+        return values or []
+
     def broadcast(self, value: T) -> T:
         """Return the value of rank 0."""
         if self.world == 1:

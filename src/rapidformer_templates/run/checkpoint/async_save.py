@@ -115,7 +115,7 @@ class AsyncSaver:
                 written["files"][name] = tensor_file.write_copy(attempt.folder / name, copy)
             return written
 
-        by_rank = workers.gather((yield write))
+        by_rank = workers.gather_on_main((yield write))
         yield (lambda: attempt.finish(by_rank)) if main else _no_parts
         doomed = checkpoint_check.surplus(attempt.final, self._keep, protected, workers)
         if not doomed:

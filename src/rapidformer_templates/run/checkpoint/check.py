@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rapidformer_templates.errors import CheckpointError
-from rapidformer_templates.run.checkpoint.format import FORMAT, KINDS, candidates, step_of
+from rapidformer_templates.run.checkpoint.format import FORMAT, KINDS, READABLE, candidates, step_of
 from rapidformer_templates.system.files import JSON_ERRORS, crc32, explain
 from rapidformer_templates.system.workers import Workers
 
@@ -27,7 +27,7 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
         files = {name: (seal["bytes"], seal["crc32"]) for name, seal in manifest["files"].items()}
     except JSON_ERRORS as error:
         return f"manifest.json cannot be read ({error})"
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in READABLE:
         return f"format {manifest.get('format')} is not the format {FORMAT} of this version"
     for name in sorted(files)[rank::world]:
         problem = _problem_of_file(folder, name, *files[name], contents=contents)

@@ -35,7 +35,10 @@ from rapidformer_templates.system.process_state import capture
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
 
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, FORMAT)
+"""Formats that can be read. In format 2 the index lacks the shapes of boxes."""
+
 T = TypeVar("T")
 KINDS: tuple[ShardKind, ...] = ("weights", "optimizer")
 PART_BYTES = 10**9
@@ -85,8 +88,8 @@ class ShardSource(Protocol):
         """Return the remaining state as plain values for JSON."""
 
 
-Location = tuple[str, str, list[int]]
-"""Where a box is stored: (file, key in the file, offset in the whole tensor)."""
+Location = tuple[str, str, list[int], list[int]]
+"""Where a box is stored: (file, key in the file, offset in the whole tensor, shape)."""
 
 IndexEntry = tuple[str, str, list[int], Location]
 """A box in the index: (kind, name, whole shape, location)."""
@@ -145,7 +148,7 @@ def save(
     attempt = Attempt(root, step, engine.state(), progress, workers, retries=retries)
     attempt.begin()
     written = attempt.run_together(lambda: attempt.write_share(engine), retries=retries)
-    by_rank = workers.gather(written)
+    by_rank = workers.gather_on_main(written)
     attempt.run_together(lambda: attempt.finish(by_rank) if workers.is_main else None, retries=retries)
     return attempt.final
 
@@ -354,7 +357,8 @@ def _files_of_kind(kind: ShardKind, shards: Iterable[Shard], rank: int) -> Itera
             counts[shard.name] += 1
             key = f"{shard.name}#{again}" if again else shard.name
             file.tensors[key] = values.contiguous()
-            file.index.append((kind, shard.name, list(shard.shape), (file.name, key, list(offset))))
+            location = (file.name, key, list(offset), list(values.shape))
+            file.index.append((kind, shard.name, list(shard.shape), location))
             size += length
     if file.tensors or not number:
         yield file
@@ -362,7 +366,7 @@ def _files_of_kind(kind: ShardKind, shards: Iterable[Shard], rank: int) -> Itera
 
 
 class Reader:
-    """Reads boxes of the tensors in a checkpoint that any layout has written.
+    """Reads boxes of the tensors in a checkpoint that any layout has written. It opens only files with these boxes.
 
     All ranks together have already checked that the checkpoint is complete. The reader does not check again.
 
@@ -384,15 +388,14 @@ class Reader:
     def read(self, kind: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         result: torch.Tensor | None = None
         covered = 0
-        for file, key, begin in self.index[kind][name]["boxes"]:
-            source = self._file(file).get_slice(key)
-            box = source.get_shape()
+        for file, key, begin, *more in self.index[kind][name]["boxes"]:
+            box = more[0] if more else self._file(file).get_slice(key).get_shape()
             lows = [max(o, b) for o, b in zip(offset, begin, strict=True)]
             highs = [min(o + s, b + x) for o, s, b, x in zip(offset, shape, begin, box, strict=True)]
             if any(low >= high for low, high in zip(lows, highs, strict=True)):
                 continue
             inside = tuple(slice(low - b, high - b) for low, high, b in zip(lows, highs, begin, strict=True))
-            part = source[inside] if inside else self._file(file).get_tensor(key)
+            part = self._file(file).get_slice(key)[inside] if inside else self._file(file).get_tensor(key)
             if result is None:
                 result = torch.empty(tuple(shape), dtype=part.dtype)
             target = tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, offset, strict=True))
@@ -407,7 +410,7 @@ class Reader:
         entry = self.index[kind][name]
         if len(entry["boxes"]) != 1:
             return None
-        file, key, _ = entry["boxes"][0]
+        file, key, *_ = entry["boxes"][0]
         tensor: torch.Tensor = self._file(file).get_tensor(key)
         return tensor if list(tensor.shape) == entry["shape"] else None
 
