@@ -1,7 +1,8 @@
 """Every accepted combination of switches follows one process that computes the same.
 
-By default the tests run the covering table, which contains every accepted pair. ``-m exhaustive`` runs each pair alone
-and ``RAPIDFORMER_TRIPLES`` triples (default: 60), drawn with the seed ``RAPIDFORMER_SEED`` (default: 0).
+The covering table contains every accepted pair. Its rows run by default, except for two that take long: ``-m longer``.
+``-m exhaustive`` runs each pair alone and ``RAPIDFORMER_TRIPLES`` triples (default: 60), drawn with the seed
+``RAPIDFORMER_SEED`` (default: 0).
 """
 
 import itertools
@@ -102,7 +103,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(name, making[name]() if wanted else [], ids=str)
 
 
-@pytest.mark.parametrize("row", covering.table()["rows"], ids=" + ".join)
+ROWS = [
+    # Every shape is compiled, so that such a row takes as long as ten others.
+    pytest.param(row, id=" + ".join(row), marks=[pytest.mark.longer] if covering.pairs_of(row) & covering.SLOW else [])
+    for row in covering.table()["rows"]
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_rows_that_cover_all_pairs_follow_one_process(row: list[str], record_property: Any) -> None:
     """If a row fails, name the switches and pairs that fail alone."""
     found = smallest(row)
