@@ -6,6 +6,7 @@ There is no GPU here. The tests make an engine believe that it must not read, an
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,24 @@ def test_no_step_is_read_unless_it_is_logged(flags: list[str]) -> None:
     assert all(count == 0 for step, count in enumerate(reads, 1) if step > 1 and step not in logged), reads
     assert all(reads[step - 1] > 0 for step in logged)
     assert [line["step"] for line in lines] == [4, 8, 12]
+
+
+@pytest.mark.usefixtures("ahead")
+def test_no_batch_of_an_evaluation_is_read() -> None:
+    class Watched(CausalJob):
+        def compute_loss(self, model: Any, batch: Any) -> Any:
+            if not model.training:
+                seen.append(mode.reads)
+            return super().compute_loss(model, batch)
+
+        def count_targets(self, batch: Any) -> float:
+            return float((batch["labels"].numpy()[:, 1:] != -100).sum())  # on the host, and no operation of torch
+
+    seen, mode = list[int](), CountReads()
+    with mode:
+        Watched([*FLAGS, "--train-iters", "1", "--no-save"]).fit()
+    assert len(seen) > 2
+    assert {later - earlier for earlier, later in pairwise(seen)} == {1}  # the tokens, on the host
 
 
 def test_the_count_sees_a_host_that_reads() -> None:

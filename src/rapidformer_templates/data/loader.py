@@ -19,6 +19,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 from rapidformer_templates.data import types
 from rapidformer_templates.data.collate import collate_to_shape
 from rapidformer_templates.data.order import BatchRequest, Order, Stream
+from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.system import accelerator
 
 
@@ -164,6 +165,13 @@ def eval_requests(
         samples = batches[first if idle else first + rank].tolist()
         requests.append(BatchRequest(samples, (seed, Stream.EVALUATION), samples, idle))
     return requests
+
+
+def processes_of(flags: DataFlags, device: torch.device) -> tuple[int, bool]:
+    """Return the number of loader processes, and whether batches are in page-locked memory."""
+    is_async = accelerator.is_asynchronous(device)
+    workers = flags.dataloader_num_workers if flags.dataloader_num_workers is not None else (2 if is_async else 0)
+    return workers, flags.dataloader_pin_memory if flags.dataloader_pin_memory is not None else is_async
 
 
 def load(

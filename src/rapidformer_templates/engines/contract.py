@@ -98,8 +98,10 @@ class Engine(Protocol):
     def raise_pending_errors(self) -> None:
         """Check all steps so far, before their results are written or saved. Raises like :meth:`step`."""
 
-    def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
+    def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[torch.Tensor, Any]:
         """Compute (sum of the losses over the targets, model output) without gradients.
+
+        The sum stays on the device, so that the host need not wait.
 
         Args:
             compute_loss: replaces the user's hook.

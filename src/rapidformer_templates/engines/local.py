@@ -321,12 +321,15 @@ class SingleEngine:
     def forward(self, microbatch: MicroBatch) -> Iterator[tuple[nn.Module | Recorder, Batch]]:
         """Context for the forward of a micro batch. Yields the model that computes the loss, and the batch there."""
         batch = to_device(microbatch.batch, self.workers.device)
-        # If the host runs ahead, the model must not wait for the device either.
-        answers = mask_answers(microbatch, batch) if self.monitor else nullcontext()
         # An idle batch repeats samples, so batch norm must not count them a second time.
         buffers = restored_buffers(self.model) if microbatch.idle else nullcontext()
+        answers = self._answers(microbatch, batch)
         with self.precision(), rows_of(microbatch, batch), answers, buffers, self._checked_backwards():
             yield Recorder(self._callable) if microbatch.idle or microbatch.targets == 0 else self._callable, batch
+
+    def _answers(self, microbatch: MicroBatch, batch: Batch) -> AbstractContextManager[None]:
+        """Context for a forward. If the host runs ahead, the model must not wait for the device either."""
+        return mask_answers(microbatch, batch) if self.monitor else nullcontext()
 
     def _checked_backwards(self) -> AbstractContextManager[None]:
         limit = min(self._derivatives_in_loss, self.assembly.derivatives_in_loss)
@@ -409,14 +412,14 @@ class SingleEngine:
         return model
 
     @torch.no_grad()
-    def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
+    def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[torch.Tensor, Any]:
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
-        with self.precision(), self._checked_backwards():
+        with self.precision(), self._answers(microbatch, batch), self._checked_backwards():
             loss, count = loss_and_count((compute_loss or self.compute_loss)(recorder, batch))
         if microbatch.idle or microbatch.targets == 0:
-            return 0.0, recorder.output
-        return float(loss if count is not None else loss * microbatch.targets), recorder.output
+            return torch.zeros(()), recorder.output
+        return (loss if count is not None else loss * microbatch.targets), recorder.output
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,9 @@ import torch
 
 from rapidformer_templates.data.finetuning.tables import DataPart, LoadedDataset
 from rapidformer_templates.data.generation import Generation
-from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
+from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, on_device, processes_of, sample_lengths
 from rapidformer_templates.data.tasks.base import Task
-from rapidformer_templates.data.types import Data, SampleSet, kind_of
+from rapidformer_templates.data.types import Batch, Data, SampleSet, kind_of
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.engines.local import SingleEngine
@@ -94,7 +95,7 @@ class Evaluator:
             task.begin_evaluation(self.part)
         with evaluating(run.engine.model), run.engine.averaged():
             if task and task.needs_prepass:
-                task.prepass(run.engine.eval_batch, self._microbatches(), run.workers)
+                task.prepass(run.engine.eval_batch, (each for each, _ in self._microbatches()), run.workers)
             total, targets, results = self._results(advance)
         total, targets = run.workers.sum(total, targets)
         metrics = {"eval_loss": total / targets if targets else math.nan}
@@ -107,11 +108,19 @@ class Evaluator:
             metrics |= checked_metrics(task_metrics)
         return {metric_name(self.name, metric): value for metric, value in metrics.items()}
 
-    def _microbatches(self) -> Iterator[MicroBatch]:
-        for microbatch in load(self.samples, self.run.data, self._requests, workers=0, pin_memory=False):
-            self.run.index_limits.check(microbatch, self._samples_name)
-            self.run.watch.enter(EVALUATION, self.run.position.step)
-            yield microbatch
+    def _microbatches(self) -> Iterator[tuple[MicroBatch, Batch]]:
+        """Yield each micro batch on the device, and its batch on the host. The next one is copied meanwhile."""
+        run, on_host = self.run, deque[Batch]()
+
+        def prepared(microbatch: MicroBatch) -> MicroBatch:
+            on_host.append(microbatch.batch)
+            return run.with_target_count(microbatch, self._samples_name)
+
+        workers, pin = processes_of(run.config.data, run.workers.device)
+        batches = load(self.samples, run.data, self._requests, workers=workers, pin_memory=pin)
+        for microbatch in on_device(map(prepared, batches), run.workers.device, ahead=1):
+            run.watch.enter(EVALUATION, run.position.step)
+            yield microbatch, on_host.popleft()
 
     @property
     def _samples_name(self) -> str:
@@ -120,23 +129,22 @@ class Evaluator:
     def _results(self, advance: Callable[[int], object]) -> tuple[float, float, list[tuple[int, object, object]]]:
         """Return (sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""
         hooks, workers = self.run.hooks, self.run.workers
-        total = targets = 0.0
+        losses, targets = list[torch.Tensor](), 0.0
         results: list[tuple[int, object, object]] = []
-        for microbatch in self._microbatches():
-            microbatch.targets = 0 if microbatch.idle else checked_count(hooks.count_targets(microbatch.batch))
+        for microbatch, batch in self._microbatches():
             with locate_index_errors(microbatch.samples, self._samples_name):
                 loss, outputs = self.run.engine.eval_batch(microbatch)
             advance(len(microbatch.samples))
             if not workers.ends_pipeline:
                 continue
-            result = hooks.read_outputs(outputs, microbatch.batch)
+            result = hooks.read_outputs(outputs, batch)
             predictions, references = checked_predictions(result, len(microbatch.samples))
             if microbatch.idle or not workers.is_replica_leader:
                 continue
-            total += loss
+            losses.append(loss)
             targets += microbatch.targets
             results += zip(microbatch.samples, predictions, references, strict=True)
-        return total, targets, results
+        return sum(map(float, losses)), targets, results
 
 
 class Validation:

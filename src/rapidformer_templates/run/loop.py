@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
+from rapidformer_templates.data.loader import MicroBatch, load, on_device, processes_of, train_requests
 from rapidformer_templates.data.order import Stream
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.forwards import evaluating
@@ -21,7 +21,7 @@ from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saving import Checkpoints
 from rapidformer_templates.run.steps import EVALUATE, SAVE, BestMetric, BestStep, Intervals, count_steps, log_intervals
 from rapidformer_templates.run.watch import LOGGING, StragglerCheck
-from rapidformer_templates.system import accelerator, phase_clock
+from rapidformer_templates.system import phase_clock
 from rapidformer_templates.system.processes import StopRequest
 from rapidformer_templates.system.terminal import say
 
@@ -169,7 +169,7 @@ class Loop:
 
     def _batches(self) -> Iterator[MicroBatch]:
         """Yield the micro batches of this rank, on its device, from the current position on."""
-        run, flags, sizes = self.run, self.run.config.data, self.run.plan.sizes
+        run, sizes = self.run, self.run.plan.sizes
         requests = train_requests(
             run.order,
             run.position.step,
@@ -178,9 +178,7 @@ class Loop:
             data_size=sizes.data,
             accumulation=sizes.accumulation,
         )
-        is_async = accelerator.is_asynchronous(run.workers.device)
-        workers = flags.dataloader_num_workers if flags.dataloader_num_workers is not None else (2 if is_async else 0)
-        pin = flags.dataloader_pin_memory if flags.dataloader_pin_memory is not None else is_async
+        workers, pin = processes_of(run.config.data, run.workers.device)
         assert run.data.train is not None
         batches = load(run.data.train, run.data, requests, workers=workers, pin_memory=pin)
         if run.config.launch.min_workers is not None:

@@ -270,7 +270,7 @@ class Session:
         with self._meter.paused(), evaluating(self._run.engine.model), self._run.engine.averaged():
             loss, output = self._run.engine.eval_batch(microbatch)
         self._placeholder = batch if self._placeholder is None else self._placeholder
-        (total,) = self.workers.sum(loss if self.workers.is_replica_leader else 0.0)
+        (total,) = self.workers.sum(float(loss) if self.workers.is_replica_leader else 0.0)
         return Evaluation(total / (targets or 1.0), targets, output if self.workers.ends_pipeline else None)
 
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:

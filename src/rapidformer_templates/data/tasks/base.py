@@ -63,7 +63,7 @@ Predictions = list[Any]
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]
 """The mean loss of a batch, or the sum of its losses and the number of targets."""
 
-EvalBatch = Callable[[MicroBatch, Callable[[Model, Tensors], Loss]], tuple[float, object]]
+EvalBatch = Callable[[MicroBatch, Callable[[Model, Tensors], Loss]], tuple[torch.Tensor, object]]
 """Evaluates a micro batch without gradients, with a hook that computes the loss.
 
 Returns (sum of the losses over its targets, the model's outputs).

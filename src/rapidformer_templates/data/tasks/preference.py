@@ -115,7 +115,7 @@ def _log_odds(means: torch.Tensor) -> torch.Tensor:
 
 
 def kto(
-    answers: Answers, is_good: torch.Tensor, beta: float, drift: float, weights: tuple[float, float]
+    answers: Answers, is_good: torch.Tensor, beta: float, drift: torch.Tensor, weights: tuple[float, float]
 ) -> torch.Tensor:
     """Ethayarajh et al., 2024, equation 8.
 
@@ -271,21 +271,25 @@ class Preference(_Preferences):
 
     def prepass(self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers) -> None:
         """Compute KTO's drift, or ORPO's pairs per token, over the whole global batch."""
-        total = count = 0.0
+        # Summed on the device, because the host need not know them.
+        totals = torch.zeros(2, dtype=torch.float64, device=workers.device)
         for microbatch in microbatches:
             batch = microbatch.batch
-            counts = not microbatch.idle and workers.is_replica_leader
+            value: torch.Tensor
+            number: torch.Tensor | int
             if self.is_unpaired:
                 value, _ = evaluate(_mismatched_answers(microbatch), self._drift_of)
-                number = float(len(microbatch.samples))
+                number = len(microbatch.samples)
             else:
                 chosen = batch["attention_mask"][: len(batch["counted"])]
-                value, number = float(chosen[:, 1:].sum()), float(batch["counted"].sum())
-            total, count = total + counts * value, count + counts * number
-        total, count = workers.sum(total, count)
-        self._drift = max(total / count, 0.0) if self.is_unpaired else count / max(total, 1.0)
+                value, number = chosen[:, 1:].sum(), batch["counted"].sum()
+            if not microbatch.idle and workers.is_replica_leader:
+                totals[0] += value
+                totals[1] += number
+        total, count = workers.sum_tensor(totals)
+        self._drift = (total / count).clamp(min=0.0) if self.is_unpaired else count / total.clamp(min=1.0)
 
-    _drift = 0.0  # drift for KTO, pairs per token for ORPO
+    _drift = torch.zeros(())  # drift for KTO, pairs per token for ORPO
 
     def _drift_of(self, model: Model, batch: Tensors) -> tuple[torch.Tensor, int]:
         """Return the sum of the log-ratios of a batch, and their number."""

@@ -193,10 +193,10 @@ class PipelineEngine(ParallelEngine):
         return self.workers.pipeline * self.parts - 1
 
     @torch.no_grad()
-    def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
+    def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[torch.Tensor, Any]:
         """Evaluate a micro batch. Only the workers of the last stage return a result."""
         key = _shapes(microbatch.batch)
-        evaluated: tuple[float, Any] = (0.0, None)
+        evaluated: tuple[torch.Tensor, Any] = (torch.zeros(()), None)
         evaluate = partial(super().eval_batch, microbatch, compute_loss)
         for part in range(self.parts):
             stage = part * self.workers.pipeline + self.workers.pipeline_rank
