@@ -71,7 +71,8 @@ def test_auto_is_filled_from_the_flags(file: Any) -> None:
     assert (told["bf16"]["enabled"], told["fp16"]["enabled"]) == (True, False)
     sizes = {name for name, value in told["zero_optimization"].items() if value == "auto"}
     assert sizes == set(bucket_sizes(1)), "the model's width is not known yet"
-    assert "auto" not in json.dumps({**told, "zero_optimization": fill_bucket_sizes(told["zero_optimization"], 64)})
+    filled = fill_bucket_sizes(told["zero_optimization"], 64, "cpu")
+    assert "auto" not in json.dumps({**told, "zero_optimization": filled})
     assert told.keys().isdisjoint({"optimizer", "scheduler"})  # the plan has both, and the engine a ready optimizer
     # Entries without a flag are passed on.
     assert told["wall_clock_breakdown"] is True
@@ -224,18 +225,18 @@ SIZES = (
 def test_buckets_are_filled_from_the_width_as_the_guide_says(file: Any) -> None:
     auto = dict.fromkeys(SIZES, "auto")
     for begin in (f"--deepspeed-config {file({'zero_optimization': {'stage': 3, **auto}})}", ZERO_3):
-        zero = effective(f"{begin} --model-type gpt2 --hidden-size 1000")["zero_optimization"]
-        assert [zero[name] for name in SIZES] == [1_000_000, 1_000_000, 900_000, 10_000]
-        zero = effective(f"{begin} --hidden-size 1000 --zero-3-prefetch-bucket-size 7")["zero_optimization"]
-        assert [zero[name] for name in SIZES] == [1_000_000, 1_000_000, 7, 10_000]
+        zero = effective(f"{begin} --model-type gpt2 --hidden-size 4000")["zero_optimization"]
+        assert [zero[name] for name in SIZES] == [16_000_000, 16_000_000, 14_400_000, 40_000]
+        zero = effective(f"{begin} --hidden-size 4000 --zero-3-prefetch-bucket-size 7")["zero_optimization"]
+        assert [zero[name] for name in SIZES] == [16_000_000, 16_000_000, 7, 40_000]
         zero = effective(f"{begin} --zero-3-param-persistence-threshold 0")["zero_optimization"]
         assert [zero[name] for name in SIZES] == ["auto", "auto", "auto", 0]
 
 
 def test_a_number_in_the_file_is_followed_and_one_stage_has_no_sizes_of_another(file: Any) -> None:
     said = {"stage": 2, "reduce_bucket_size": 5, "allgather_bucket_size": "auto"}
-    zero = effective(f"--deepspeed-config {file({'zero_optimization': said})} --hidden-size 1000")["zero_optimization"]
-    assert [zero.get(name) for name in SIZES] == [5, 1_000_000, None, None]
+    zero = effective(f"--deepspeed-config {file({'zero_optimization': said})} --hidden-size 4000")["zero_optimization"]
+    assert [zero.get(name) for name in SIZES] == [5, 16_000_000, None, None]
 
 
 @pytest.mark.parametrize(("width", "square"), [(1, 2**18), (512, 2**18), (513, 263_169), (50_000, 50_000_000)])
@@ -243,6 +244,7 @@ def test_buckets_of_small_and_large_models_stay_within_bounds(width: int, square
     even = square + square % 2
     assert list(bucket_sizes(width).values()) == [square, even, square * 9 // 10, 10 * width]
     assert tuple(bucket_sizes(width)) == SIZES
+    assert bucket_sizes(width, "cuda")["reduce_bucket_size"] == max(square, 2**23)
 
 
 def test_what_a_file_may_say(file: Any) -> None:
@@ -255,10 +257,10 @@ def test_what_a_file_may_say(file: Any) -> None:
 
 def test_the_plan_says_how_large_a_bucket_is() -> None:
     flags = f"--model-type gpt2 {ZERO_3}"
-    known = resolve(config_of(f"{flags} --hidden-size 1000"), TWO)
-    assert "ZeRO: a bucket holds 1,000,000 elements" in known.notes
+    known = resolve(config_of(f"{flags} --hidden-size 4000"), TWO)
+    assert "ZeRO: a bucket holds 16,000,000 elements" in known.notes
     unknown = resolve(config_of(flags), TWO)
-    assert "ZeRO: a bucket holds the square of the model's width, 262,144 to 50,000,000 elements" in unknown.notes
+    assert "ZeRO: a bucket holds the square of the model's width, 8,388,608 to 50,000,000 elements" in unknown.notes
 
 
 def test_deepspeed_takes_what_it_is_told(file: Any) -> None:

@@ -48,7 +48,9 @@ def test_chunks_are_whole_parameters_up_to_a_limit(sizes: list[int], limit: int)
 
 
 def test_a_bucket_is_a_matrix_of_the_model() -> None:
-    assert [buckets.bucket_size_for(width) for width in (16, 768, 2048, 8192)] == [2**18, 768**2, 2048**2, 2**23]
+    widths = (16, 768, 2048, 8192)
+    assert [buckets.bucket_size_for(width, "cpu") for width in widths] == [2**18, 768**2, 2048**2, 2**23]
+    assert {buckets.bucket_size_for(width, "cuda") for width in widths} == {2**23}
 
 
 @settings(deadline=None)

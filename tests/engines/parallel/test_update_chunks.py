@@ -16,7 +16,7 @@ from rapidformer_templates import Data, Trainer
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.parallel import engine
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.switches.auto_strategy import stage_memory
+from rapidformer_templates.switches.auto_strategy import model_shapes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import predict
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
@@ -164,7 +164,7 @@ def test_the_planner_predicts_the_peak(apart: bool) -> None:
 
     with (
         mock.patch.object(engine, "bucket_size_for", return_value=20_000),
-        mock.patch.object(stage_memory, "bucket_size_for", return_value=20_000),
+        mock.patch.object(model_shapes, "bucket_size_for", return_value=20_000),
         mock.patch.object(engine, "updates_in_chunks", return_value=apart),
     ):
         job = Large([*STEPS.split(), *BF16.split()])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from rapidformer_templates.planning.deepspeed_file.settings import LEAST
+from rapidformer_templates.planning.deepspeed_file.settings import least_bucket
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -18,13 +18,14 @@ MIN_BUCKETS_PER_RANK = 4
 """Minimum number of whole-parameter buckets per worker, if parameters are small enough. It balances the shares."""
 
 
-def bucket_size_for(width: int) -> int:
+def bucket_size_for(width: int, device: str) -> int:
     """Return the elements of a bucket: one matrix of a square block, like a ZeRO bucket. Small compared with a model.
 
     Args:
         width: hidden size of the model.
+        device: kind of device.
     """
-    return min(max(width * width, LEAST), MAX_ELEMENTS)
+    return min(max(width * width, least_bucket(device)), MAX_ELEMENTS)
 
 
 class Segment(NamedTuple):

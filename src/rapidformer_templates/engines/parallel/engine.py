@@ -36,6 +36,7 @@ class ParallelEngine(SingleEngine):
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
         self._sharding = plan.engine_options.shard_over_data
+        self._device = plan.device  # a planned run has its tensors elsewhere
         types = plan.engine_options.master_weights  # None if parameters keep their type
         self._gradient_types = types and compute_dtype.GradientTypes(
             compute_dtype.TYPES[types.accumulate], compute_dtype.TYPES[types.reduce]
@@ -62,7 +63,8 @@ class ParallelEngine(SingleEngine):
                 narrow = self.compute_type if id(parameter) in with_masters else None
                 copies = sharding.copies_of(parameter, self.workers)
                 trained.append(TrainedParameter(whole, parameter, copies, stages, chunk, narrow))
-        bucket_size = bucket_size_for(max(self.workers.gather(width_of(self.model))))  # the same in all stages
+        width = max(self.workers.gather(width_of(self.model)))  # the same in all stages
+        bucket_size = bucket_size_for(width, self._device)
         self._sharded_gradients = ShardedGradients(
             trained,
             self.workers,

@@ -243,7 +243,7 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         width: width of the model, which determines ZeRO's buckets.
     """
     options = plan.engine_options
-    zero: dict[str, Any] = fill_bucket_sizes(section_at(options.deepspeed, "zero_optimization"), width)
+    zero: dict[str, Any] = fill_bucket_sizes(section_at(options.deepspeed, "zero_optimization"), width, plan.device)
     optimizer = CLASSES[plan.optimizer_implementation]
     rule = optimizer.state
     if spelling("ema_decay") in plan.values:

@@ -201,6 +201,11 @@ class ModelShapes:
         """Width of the model. Bucket sizes depend on it."""
         return width_of(self.whole)
 
+    @property
+    def bucket_size(self) -> int:
+        """Elements of a bucket of gradients."""
+        return bucket_size_for(self.width, "accelerator" if self.gpu else "cpu")
+
     @cached_property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers."""
@@ -460,7 +465,7 @@ class ModelShapes:
             masters: whether some parameters have 16 bits and fp32 masters.
             whole: whether each parameter has a single owner, as an update of whole parameters needs.
         """
-        key, limit = (coordinates, data, masters, whole), bucket_size_for(self.width)
+        key, limit = (coordinates, data, masters, whole), self.bucket_size
         if key not in self._buckets:
             own = list(self.stage_parameters(coordinates).items())
             kinds: dict[_GradientKey, list[tuple[int, int]]] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from rapidformer_templates.engines.parallel.buckets import bucket_size_for, update_chunks
+from rapidformer_templates.engines.parallel.buckets import update_chunks
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
@@ -394,7 +394,7 @@ class Stage:
             sizes = [each.has_masters * each.share_of(self.largest_replica) for each in self._buckets]
         else:
             facts = list(self.parameters.values())
-            parts = update_chunks([each.count for each in facts], bucket_size_for(self.model.width))
+            parts = update_chunks([each.count for each in facts], self.model.bucket_size)
             sizes = [sum(facts[place].has_master * facts[place].count for place in part) for part in parts]
         return FP32 * (max(sizes, default=0) if self.setting.updates_in_chunks else sum(sizes))
 

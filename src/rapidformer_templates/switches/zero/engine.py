@@ -167,7 +167,8 @@ class DeepSpeedEngine(SingleEngine):
 
     def _config_for(self, width: int) -> dict[str, Any]:
         """Return DeepSpeed's configuration for a model of this width."""
-        return {**self.config, "zero_optimization": fill_bucket_sizes(self.config["zero_optimization"], width)}
+        sizes = fill_bucket_sizes(self.config["zero_optimization"], width, self.workers.device.type)
+        return {**self.config, "zero_optimization": sizes}
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         import deepspeed
