@@ -57,6 +57,9 @@ SMALL = {
     "--tokens-per-batch": "128", "--profile": "1", "--context-parallel-size": "2",
 }  # fmt: skip
 """Sizes that replace those of the manual if a command has them."""
+SEVERAL = ROOT / "docs/launching.md"
+"""The page whose commands start two workers. The commands of other pages start one."""
+ALONE = {"--nproc-per-node": "1", "--tensor-model-parallel-size": "1"}
 
 SCRIPTS = {
     "examples/pretrain_gpt.py": "--max-files 4 --num-layers 2 --hidden-size 32 --train-iters 4 --lr-warmup-iters 1",
@@ -105,13 +108,14 @@ def test_commands_run_in_order(
         shutil.rmtree(desk / folder)  # the page makes it
     if "sentiment.py --config my.yaml" in text:
         own = (ROOT / "examples/sentiment.yaml").read_text(encoding="utf-8").replace("runs/sentiment", "runs/mine")
+        own = own if page == SEVERAL else own.replace("nproc-per-node: 2", "nproc-per-node: 1")
         (desk / "my.yaml").write_text(f"{own}pretrained-model-name-or-path: model\n", encoding="utf-8")
     with one_thread():
         for language, step in _runs(page):
             if language == "python":
                 _write_or_run(step, text)
             else:
-                status = _status(_small(step))
+                status = _status(_small(step, {} if page == SEVERAL else ALONE))
                 assert status == 0, f"{name(page)}: '{step}' ended with {status}"
 
 
@@ -129,13 +133,16 @@ def _write_or_run(block: str, page: str) -> None:
         exec(compile(block, "block of the page", "exec"), {"__name__": "page"})
 
 
-def _small(command: str) -> list[str]:
-    """Return the words of a command, with the sizes of :data:`SMALL`."""
+def _small(command: str, workers: dict[str, str]) -> list[str]:
+    """Return the words of a command, with the sizes of :data:`SMALL` and these numbers of workers."""
     words = shlex.split(command.replace("$MODEL", "model"), comments=True)
+    if workers and "examples/sentiment.yaml" in words:
+        words += ["--nproc-per-node", workers["--nproc-per-node"]]
     if "--model-type" in words and "--num-layers" not in words:
         words += ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"]
     pairs = zip(["", *words], words, strict=False)
-    return [SMALL[flag] if flag in SMALL and word.isdigit() else word for flag, word in pairs]
+    sizes = SMALL | workers
+    return [sizes[flag] if flag in sizes and word.isdigit() else word for flag, word in pairs]
 
 
 def _status(words: list[str]) -> int:

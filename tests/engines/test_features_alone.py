@@ -46,7 +46,6 @@ ALONE = {
     "plain": "--micro-batch-size 8",
     "accumulated": "--micro-batch-size 2 --checkpoint-activations",
     "fused": "--micro-batch-size 8 --fused-linear-cross-entropy",
-    "compiled": "--micro-batch-size 8 --torch-compile aot_eager",
 }
 
 
@@ -65,7 +64,7 @@ def smoothed() -> Trained:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", by_default(ALONE.keys() - {"compiled"}, ALONE))
+@pytest.mark.parametrize("name", ALONE)
 def test_one_process_computes_torchs_smoothed_loss(name: str, smoothed: Trained) -> None:
     assert_follows(run(f"{SMOOTHING} --label-smoothing {SHARE} {ALONE[name]}"), smoothed, weights=(1e-4, 1e-5))
 
