@@ -97,7 +97,7 @@ def test_a_run_goes_on_in_any_layout_and_in_one_process(tmp_path: Path) -> None:
 
 pytestmark = pytest.mark.distributed
 
-MIXING = ("minimax", "falcon_h1", "jamba", "recurrent_gemma")
+MIXING = ("minimax", "jamba", "recurrent_gemma")
 """Architectures with linear attention, state spaces and recurrence."""
 REFUSALS = (
     "mixes the positions of a sequence without attention, or counts them in its layers",
