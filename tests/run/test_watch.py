@@ -236,7 +236,6 @@ LAYOUTS = {
     "replicas": "--nproc-per-node 2",
     "fsdp": "--nproc-per-node 2 --fsdp-memory-optimization",
     "zero-2": "--nproc-per-node 2 --zero-2-memory-optimization",
-    "2 × 2": "--nproc-per-node 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
 }
 HANGS = {
     "sleeps": r"worker 1 on \S+ makes no progress: hanging\.py:41 in on_step_end \(step 5, hooks and own code\)",
