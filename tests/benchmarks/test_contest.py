@@ -1,4 +1,4 @@
-"""Contests: turns of loops and functions in new processes, ratios, and the answer to a question."""
+"""Contests: ratios turn by turn, and loops in processes of their own that fail, end or work together."""
 
 import os
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""The published tables as data, and the command that measures them. The tests never check how long anything took."""
+"""The command that measures the published tables. The tests never check how long anything took."""
 
 import json
 from pathlib import Path
