@@ -27,7 +27,7 @@ QUESTIONS = {
     "precision": SIZES,
     "reading": "--repeats 2 --megatokens 6 --samples 4000",
     "saving": "--gigabytes 0.004 --repeats 2 --folder {folder}",
-    "setup-memory": "--width 64 --blocks 2 --engines ddp,fsdp --weights pretrained",
+    "setup-memory": "--width 64 --blocks 2 --engines fsdp --weights pretrained",
     "streaming": "--megabytes 0.2 --folder {folder}",
 }
 """Flags that make each question small."""
@@ -60,10 +60,10 @@ def test_a_question_is_answered(
         pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
     for name, value in SMALLER.items():
         monkeypatch.setattr(f"benchmarks.{name}", value)
-    words = QUESTIONS[question].format(folder=tmp_path / "disk")
+    words = QUESTIONS[question].format(folder=tmp_path)
     assert main([question, *words.split(), "--output", str(tmp_path)]) == 0
     assert json.loads((tmp_path / f"{question}.json").read_text())
-    assert "goal" in capsys.readouterr().out
+    assert len(capsys.readouterr().out.splitlines()) > 2
 
 
 def _lazy(step_done: Any, job: Any) -> None:
