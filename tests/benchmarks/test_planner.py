@@ -1,16 +1,13 @@
 """Predictions beside measurements: ``benchmarks planner`` with one real layout, and published runs."""
 
 import csv
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import planner, planner_worker, published_runs
-from benchmarks.__main__ import main
-from benchmarks.planner import EXPERTS, Case, Result, measure, notes
+from benchmarks import planner_worker, published_runs
+from benchmarks.planner import EXPERTS, Case, Result, measure
 from benchmarks.published_runs import command, predict_rows
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
@@ -81,29 +78,6 @@ def test_an_engine_on_fake_tensors_needs_what_a_real_run_needs() -> None:
     assert {kind: real["held"][kind] for kind in held} == held
     # The real run also holds its batches.
     assert 0 <= max(real["peaks"]) - memory.peak < 100_000
-
-
-@pytest.mark.distributed
-def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (predicted, measured), *_ = result.held
-    wrong = dataclasses.replace(measured, optimizer=measured.optimizer + 4)
-    differing = dataclasses.replace(result, held=[(predicted, wrong)], highest=result.predicted.total * 2)
-    told = notes([result, differing])
-    assert told[0].startswith("states: 1 of 2 layouts exact (bert 1·1·1")
-    assert told[3].startswith("layouts that do not fit although the plan says so, with its allowance of 5%: 1 (bert")
-    monkeypatch.setattr(planner, "measure", lambda rows, advance: [result, differing])
-    assert main(["planner", "--workers", "1", "--output", str(tmp_path)]) == 1
-    written = json.loads((tmp_path / "planner.json").read_text())
-    assert [row["states_exact"] for row in written["rows"]] == [True, False]
-    assert written["published"][0]["parameters"] == 1_313_722_368
-    assert all(row["full_mb"] <= row["selective_mb"] <= row["none_mb"] < 32_000 for row in written["published"])
-    below = {row["row"]: row["at_or_below_with"] for row in written["published"]}
-    assert all(below.pop(name) == "none" for name in ("mixed", "oss", "oss-sdp", "zero-1", "zero-2"))
-    layouts = {name.partition(":")[0] for name in below}
-    assert len(layouts) == 6
-    for layout in layouts:  # docs/benchmarks-planner.md has each layout in one of these ways
-        assert any(how for name, how in below.items() if name.startswith(layout)), layout
-    assert (tmp_path / "planner.png").exists()
 
 
 with Path(published_runs.__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:

@@ -43,7 +43,7 @@ from tests.support.texts import ARCHITECTURES, ROW_OF, TEXTS, TINY
 from tests.support.worker_pool import alone
 
 CONFIGURATIONS = Path(__file__).parents[1] / "support" / "configurations"
-FEW, MANY, ALL = 2, 500, 10_000
+FEW, MANY, ALL = 2, 150, 10_000
 """Inputs per reader by default, in the longer tests and in the exhaustive ones."""
 
 FLAGS = {

@@ -117,12 +117,13 @@ def test_flags_exist() -> None:
     assert {file: flags for file, flags in unknown.items() if flags} == {}
 
 
-SLOW = ("--auto-strategy", "--engine-memory")
+SEARCHES = ("--auto-strategy", "--engine-memory")
+"""Flags of plans that take half a minute. Their rules are tried below, and two of the searches."""
 PLANS = [
-    pytest.param(page, command, marks=pytest.mark.longer if any(flag in command for flag in SLOW) else ())
+    (page, command)
     for page in PAGES
     for command in commands(page)
-    if command.startswith("rapidformer plan") and "…" not in command
+    if command.startswith("rapidformer plan") and not any(part in command for part in ("…", *SEARCHES))
 ]
 
 
@@ -312,8 +313,7 @@ ELSEWHERE = {
     r"python -m benchmarks": "tests/benchmarks",
     r"(\.venv/bin/)?python -m tests\.support\.covering": "tests/switches/test_pairs.py reads what it writes",
     r"python scripts/gpu_check": "needs a GPU; tests/scripts/test_gpu_check.py",
-    r"python scripts/compare_older": "needs an older checkout; tests/scripts/test_older_checkouts.py",
-    r"python scripts/resume_older": "needs the history; tests/scripts/test_older_checkouts.py",
+    r"python scripts/(compare|resume)_older": "needs an older checkout",
     r"(torchrun --nproc-per-node 2 |python )examples/": "tests/docs/test_examples.py",
     r"python smoothed.py": "the flags of the black box, tests/docs/test_examples.py",
     r"python (focal|slow_embeddings|odd_ones).py": "tests/docs/test_examples.py",

@@ -32,7 +32,7 @@ from tests.support.jobs import JOBS, ClassJob, WideJob
 from tests.support.machine import why_no_nvme
 from tests.support.parity import Trained, reference, trained, weights_apart
 from tests.support.requests import config_of
-from tests.support.selection import by_default
+from tests.support.selection import by_default, few
 from tests.support.worker_pool import run_in_workers
 
 LEAST = 8 << 10
@@ -198,10 +198,7 @@ def _train(workers: Workers, job: str, flags: str) -> tuple[Trained, int]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "job"),
-    by_default(
-        [("fsdp", "causal")],
-        [(layout, job) for layout in LAYOUTS for job in ("causal", "classifier")],
-    ),
+    few([("fsdp", "causal")], [(layout, job) for layout in LAYOUTS for job in ("causal", "classifier")]),
 )
 def test_a_model_that_was_built_in_shares_trains_like_one_process(layout: str, job: str) -> None:
     world, flags = LAYOUTS[layout]
@@ -239,16 +236,16 @@ ENGINES = {
     "fsdp": "--fsdp-memory-optimization",
     "zero-3": "--zero-3-memory-optimization --zero-3-param-persistence-threshold 0",
 }
-STARTS = {
-    f"{kind}, {engine}, {workers} workers{name}": (kind, workers, f"{flags} {more}")
-    for engine, flags in ENGINES.items()
+HALF = "--mixed-precision bf16"
+STARTS = [
+    (kind, workers, engine, more)
+    for engine in ENGINES
     for kind in KINDS
     if kind != "wide"
     for workers in (1, 2, 4)
-    for name, more in (("", ""), (", bf16", "--mixed-precision bf16"))
-}
-STARTS["wide, zero-3, nvme, bf16"] = "wide", 2, f"{ENGINES['zero-3']} --nvme-path FOLDER --mixed-precision bf16"
-BY_DEFAULT = {"unusual, fsdp, 2 workers"}
+    for more in ("", HALF)
+]
+STARTS.append(("wide", 2, "zero-3", f"--nvme-path FOLDER {HALF}"))
 
 
 def _start(workers: Workers, kind: str, flags: str) -> tuple[Trained, int]:
@@ -256,9 +253,11 @@ def _start(workers: Workers, kind: str, flags: str) -> tuple[Trained, int]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("start", by_default(BY_DEFAULT, STARTS))
-def test_initial_weights_have_the_bits_of_one_process(start: str, tmp_path: Path) -> None:
-    kind, world, flags = STARTS[start]
+@pytest.mark.parametrize(("kind", "world", "engine", "more"), few([("unusual", 2, "fsdp", "")], STARTS))
+def test_initial_weights_have_the_bits_of_one_process(
+    kind: str, world: int, engine: str, more: str, tmp_path: Path
+) -> None:
+    flags = f"{ENGINES[engine]} {more}"
     if "nvme" in flags and (why := why_no_nvme()):
         pytest.skip(why)
     if "zero" in flags:

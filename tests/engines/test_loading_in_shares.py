@@ -24,7 +24,7 @@ from rapidformer_templates.switches.mixture_of_experts.transform import KEY, Mix
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import VOCABULARY, PretrainedJob
 from tests.support.parity import Trained, trained, weights_apart
-from tests.support.selection import by_default
+from tests.support.selection import by_default, few
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.distributed]
@@ -127,7 +127,7 @@ def _load(workers: Workers, folder: Path, tokenizer: Path, head: str, least_whol
     return cost
 
 
-@pytest.mark.parametrize(("world", "case"), by_default(DEFAULT, itertools.product((2, 4), CASES)))
+@pytest.mark.parametrize(("world", "case"), few(DEFAULT, itertools.product((2, 4), CASES)))
 def test_weights_are_read_in_shares(
     world: int, case: Case, tmp_path: Path, gpt_folder: Path, bert_folder: Path
 ) -> None:

@@ -27,32 +27,6 @@ def _call(workers: Any, function: Callable[[], Any]) -> Any:
     return function()
 
 
-def _values() -> dict[str, Any]:
-    """Compare operations, views, reductions, indices, random numbers and similar with the CPU."""
-    torch.manual_seed(0)
-    host = torch.randn(6, 8)
-    cases: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "products": lambda x: x @ x.T,
-        "views": lambda x: x.view(4, 12).t()[1:, ::2].contiguous().unfold(0, 3, 2),
-        "in place": lambda x: x.clone().add_(1).mul_(x).clamp_(-1, 1),
-        "reductions": lambda x: torch.stack([x.sum(), x.std(), x.norm(), x.max()]),
-        "masks": lambda x: x[x > 0],
-        "indices": lambda x: x[:, torch.tensor([0, 3])],
-        "put": lambda x: x.clone().index_put_((torch.tensor([1, 2]).to(x.device),), torch.zeros(8).to(x.device)),
-        "out": lambda x: torch.add(x, 1, out=torch.empty(0, device=x.device)),
-        "several": lambda x: torch.cat(torch.topk(x, 3)),
-        "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
-        "norm": lambda x: torch.nn.functional.layer_norm(x, (8,)),
-        "foreach": lambda x: torch.stack(torch._foreach_norm([x, x * 2])),
-    }
-    return {name: (case(host), case(host.to(stand_in.NAME)).cpu()) for name, case in cases.items()}
-
-
-def test_values_are_those_of_the_cpu() -> None:
-    for name, (wanted, found) in _on_the_device(_values).items():
-        torch.testing.assert_close(found, wanted, msg=lambda text, name=name: f"{name}: {text}")
-
-
 def _die() -> None:
     faulthandler.disable()  # no stack trace is needed
     stand_in.load()

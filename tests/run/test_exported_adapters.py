@@ -23,7 +23,7 @@ from tests.support.combinations import Combination, accepted, parsed, place, sma
 from tests.support.engine_layouts import accepts, runs_of_layouts
 from tests.support.jobs import KEEP_FIRST, VOCABULARY, CausalJob, FallingMetric
 from tests.support.preference_runs import pairs, words
-from tests.support.selection import by_default
+from tests.support.selection import few
 from tests.support.texts import write_jsonl
 from tests.support.worker_pool import outcomes_in_workers, run_in_workers
 
@@ -68,8 +68,7 @@ def _is_accepted(kind: str, layout: str) -> bool:
     return not REGISTRY.refusals(request)
 
 
-EVERY = [(kind, layout) for kind in KINDS for layout in LORA_FLAGS if _is_accepted(kind, layout)]
-ADAPTED = {f"{kind}: {layout or 'replicas'}": (kind, layout) for kind, layout in EVERY}
+ADAPTED = [(kind, layout) for kind in KINDS for layout in LORA_FLAGS if _is_accepted(kind, layout)]
 
 
 class Adapted(CausalJob):
@@ -111,9 +110,8 @@ def names_alone(llama: Path, kind: str) -> set[str]:
     return set(load_file(folder / "export" / "adapter_model.safetensors"))
 
 
-@pytest.mark.parametrize("case", by_default(["average: pipeline-parallel"], ADAPTED))
-def test_peft_reads_what_was_evaluated(case: str, llama: Path, tmp_path: Path) -> None:
-    kind, layout = ADAPTED[case]
+@pytest.mark.parametrize(("kind", "layout"), few([("average", "pipeline-parallel")], ADAPTED))
+def test_peft_reads_what_was_evaluated(kind: str, layout: str, llama: Path, tmp_path: Path) -> None:
     folder, later = tmp_path / "run", tmp_path / "later"
     run: parity.Trained = run_in_workers(
         LORA_WORLDS[layout], _train_adapters, str(llama), kind, LORA_FLAGS[layout], str(folder)
@@ -246,7 +244,7 @@ def _train(workers: Any, root: Path, start: str, flags: str) -> list[float] | st
         return error.render()
 
 
-@pytest.mark.parametrize(("start", "layout"), by_default([("adapters", "replicas")], CASES))
+@pytest.mark.parametrize(("start", "layout"), few([("adapters", "replicas")], CASES))
 def test_a_run_starts_right_or_says_why_not(start: str, layout: str, root: Path, tmp_path: Path) -> None:
     folder, flags, error, base = STARTS[start]
     flags = f"{flags} {FLAGS[layout]} --save {tmp_path / 'run'}"

@@ -7,6 +7,8 @@ tried in every accepted pair of switches (``tests/switches/test_pairs.py``), whe
 import hashlib
 import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +154,17 @@ def _observed(run: str, flags: str, places: dict[str, str], folder: Path) -> dic
     return {"lines": lines, "weights": weights, "files": files, "best": found["summary"].get("best")}
 
 
+@pytest.fixture(scope="module")
+def without(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], dict[str, Any]]:
+    """Train without the flag, once for all flags of a run."""
+    return cache(lambda run, given: _observed(run, given, places, tmp_path_factory.mktemp("without") / "run"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "words", "given"), by_default(CASES[::24], CASES))
-def test_the_flag_changes_the_run(run: str, words: str, given: str, places: dict[str, str], tmp_path: Path) -> None:
-    without = _observed(run, given, places, tmp_path / "without")
+def test_the_flag_changes_the_run(
+    run: str, words: str, given: str, without: Any, places: dict[str, str], tmp_path: Path
+) -> None:
     found = _observed(run, f"{given} {words}", places, tmp_path / "with")
     assert "error" not in found, found["error"]
-    assert found != without
+    assert found != without(run, given)

@@ -1,6 +1,7 @@
 """A program that continues after ``fit``: the model in it, evaluations, predictions, and the unchanged process."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from tests.support.lines import Line
 from tests.support.messages import Says
 from tests.support.parity import whole_weights
 from tests.support.preference_runs import judged, make, pairs, words
-from tests.support.selection import by_default
+from tests.support.selection import by_default, few
 from tests.support.texts import TINY, write_jsonl
 from tests.support.worker_pool import run_in_workers
 
@@ -135,7 +136,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp_memory_optimization": True},
     "zero-3": {"zero_3_memory_optimization": True},
 }
-ENDED = [(way, switch) for way in WAYS for switch in SWITCHES]
 SHORT = [
     ("error", "none"),
     ("request", "average"),
@@ -144,7 +144,7 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize(("way", "switch"), by_default([*SHORT, ("request", "fsdp")], ENDED))
+@pytest.mark.parametrize(("way", "switch"), few([*SHORT, ("request", "fsdp")], itertools.product(WAYS, SWITCHES)))
 def test_an_ended_run_leaves_the_weights_of_its_last_step(way: str, switch: str) -> None:
     """The exception is the user's own, or a ``KeyboardInterrupt``, which no ``except Exception`` catches."""
     job = type("Ended", (Ends,), {"way": way})(**SIX, **SWITCHES[switch])
@@ -365,10 +365,7 @@ def assert_same(found: dict[str, float], wanted: dict[str, float]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "way"),
-    by_default([("dpo", "copy")], [(loss, way) for loss in LOSSES for way in REFERENCES]),
-)
+@pytest.mark.parametrize(("loss", "way"), few([("dpo", "copy")], itertools.product(LOSSES, REFERENCES)))
 def test_rows_are_measured_against_the_reference(loss: str, way: str, gpt_folder: Path, tmp_path: Path) -> None:
     if way == "adapters":
         pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")

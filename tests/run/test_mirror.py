@@ -172,7 +172,7 @@ def test_half_a_copy_is_not_taken(
     assert checkpoint_check.problem_of(newest) is None, "the next copy replaces it"
 
 
-@pytest.mark.parametrize("at", by_default([24], range(0, 60, 6)))
+@pytest.mark.parametrize("at", by_default([24], range(0, 60, 12)))
 def test_a_copy_that_ends_anywhere_is_whole_or_does_not_count(at: int, tmp_path: Path, server: WebHdfs) -> None:
     """The server stops to answer after some requests, as if the machine of the run were lost."""
     server.fails_after = at

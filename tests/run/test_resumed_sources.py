@@ -31,7 +31,7 @@ from rapidformer_templates.run.folder import read_metrics
 from tests.support.indexed_sets import numbered
 from tests.support.jobs import CausalJob
 from tests.support.messages import Says
-from tests.support.selection import by_default
+from tests.support.selection import by_default, few
 from tests.support.texts import WORDS, write_jsonl
 from tests.support.worker_pool import new_process, run_in_workers
 
@@ -56,12 +56,8 @@ SOURCES = {
 }
 LAST_WORD = {"mixture": ["0.7 a 0.3 b"]}
 STREAMS = ("stream", "packed stream", "streamed corpus")
-EVERY = [(source, loaders, world) for source in SOURCES for loaders in ("0", "1", "2") for world in (1, 2)]
-EVERY += [(source, "2 spawned", 1) for source in SOURCES]
-SPAWNED_TOO = ("grouped", "packed stream", "blend")
-"""Sources with spawned loaders that ``make test-longer`` runs. A spawned process imports everything again."""
-SLOW = [(source, "2 spawned", 1) for source in SOURCES if source not in SPAWNED_TOO]
-SLOW += [(source, loaders, 2) for source in SOURCES for loaders in ("0", "2") if source not in STREAMS]
+LOADING = [(loaders, world) for loaders in ("0", "1", "2") for world in (1, 2)] + [("2 spawned", 1)]
+"""The loader processes of each worker, and the number of workers. A spawned loader imports everything again."""
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +105,19 @@ def lines_of(folder: Path) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("source", "loaders", "world"), by_default([("packed stream", "1", 1)], EVERY, SLOW))
+@pytest.mark.parametrize(
+    ("source", "loading"),
+    [
+        *few([("packed stream", ("1", 1))], itertools.product(STREAMS, LOADING)),
+        *few([], itertools.product([source for source in SOURCES if source not in STREAMS], LOADING)),
+    ],
+    ids=str,
+)
 def test_a_resumed_run_has_the_lines_of_the_whole_one(
-    source: str, loaders: str, world: int, data: Path, gpt_folder: Path, tmp_path: Path
+    source: str, loading: tuple[str, int], data: Path, gpt_folder: Path, tmp_path: Path
 ) -> None:
     """Loader processes are forked, or spawned as on macOS, where they get everything by pickle."""
+    loaders, world = loading
     count, _, method = loaders.partition(" ")
     flags = [*flags_of(source, data, gpt_folder), "--dataloader-num-workers", count]
 

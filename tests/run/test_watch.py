@@ -1,5 +1,6 @@
 """Workers that are slow, hang or leave: the report or the error names them with their phase, step and line."""
 
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from rapidformer_templates.system.phase_clock import BACKWARD, EXCHANGE, FORWARD
 from rapidformer_templates.system.workers import Workers
 from tests.support.parallel_jobs import JOBS
 from tests.support.programs import wait_until
-from tests.support.selection import by_default
+from tests.support.selection import few
 from tests.support.worker_pool import run_in_workers
 
 DATA, FORWARDS = COMPARED.index(watch.DATA), COMPARED.index(FORWARD)
@@ -152,11 +153,10 @@ def _train_slow(workers: Any, rank: int, phase: str, flags: str) -> tuple[list[A
 
 SLOW_FLAGS = "--train-iters 12 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --log-interval 1"
 SLOW_CASES = [(layout, phase) for layout in SLOW_LAYOUTS for phase in (FORWARD, watch.DATA, watch.OWN_CODE)]
-BY_DEFAULT = [("ddp", watch.DATA)]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("layout", "phase"), by_default(BY_DEFAULT, SLOW_CASES))
+@pytest.mark.parametrize(("layout", "phase"), few([("ddp", watch.DATA)], SLOW_CASES))
 def test_a_slow_worker_is_reported(layout: str, phase: str) -> None:
     count, flags = SLOW_LAYOUTS[layout]
     for found, messages, lines in run_in_workers(count, _train_slow, 1, phase, f"{SLOW_FLAGS} {flags}"):
@@ -173,7 +173,7 @@ def test_a_slow_worker_is_reported(layout: str, phase: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "rank", "flags"),
-    [("ddp", 1, "--straggler-factor 0"), *((layout, -1, "") for layout in SLOW_LAYOUTS)],
+    [("ddp", 1, "--straggler-factor 0"), ("pipeline × data", -1, "")],
 )
 def test_equal_workers_and_a_factor_of_0_are_silent(layout: str, rank: int, flags: str) -> None:
     count, layout_flags = SLOW_LAYOUTS[layout]
@@ -236,7 +236,6 @@ LAYOUTS = {
     "replicas": "--nproc-per-node 2",
     "fsdp": "--nproc-per-node 2 --fsdp-memory-optimization",
     "zero-2": "--nproc-per-node 2 --zero-2-memory-optimization",
-    "2 × 2": "--nproc-per-node 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
 }
 HANGS = {
     "sleeps": r"worker 1 on \S+ makes no progress: hanging\.py:41 in on_step_end \(step 5, hooks and own code\)",
@@ -258,12 +257,8 @@ def _run(how: str, rank: int, layout: str, folder: Path) -> subprocess.Completed
     )
 
 
-CASES = [(how, layout) for how in HANGS for layout in LAYOUTS if how == "sleeps" or layout != "fsdp"]
-
-
-@pytest.mark.longer
 @pytest.mark.distributed
-@pytest.mark.parametrize(("how", "layout"), CASES)
+@pytest.mark.parametrize(("how", "layout"), few([], itertools.product(HANGS, LAYOUTS)))
 def test_a_worker_that_hangs_is_named(how: str, layout: str, tmp_path: Path) -> None:
     ended = _run(how, 1, layout, tmp_path / "run")
     assert ended.returncode == WorkerHangs.exit_status, ended.stderr

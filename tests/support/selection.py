@@ -1,5 +1,6 @@
 """Choose which cases ``make test`` and ``make test-longer`` run. Fixtures train only what is tested."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -18,6 +19,21 @@ def by_default(taken: Collection[Any], cases: Iterable[Any], exhaustive: Collect
         other = pytest.mark.exhaustive if case in exhaustive else pytest.mark.longer
         parameters.append(pytest.param(*values, marks=() if case in taken else other))
     return parameters
+
+
+def few(taken: Collection[Any], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Build parameters for a product of several arguments: few of its cases, in which each value of each occurs.
+
+    Cases except ``taken`` get the mark ``longer``.
+    """
+    rest, chosen = list(cases), list(taken)
+    every = {value for case in rest for value in enumerate(case)}
+    while missing := every.difference(uses := Counter(value for case in chosen for value in enumerate(case))):
+        # The case with most of what is missing and, among several, with what few cases have.
+        chosen.append(
+            max(rest, key=lambda case: [len(missing & {*enumerate(case)}), -sum(uses[v] for v in enumerate(case))])
+        )
+    return by_default(taken, chosen)
 
 
 def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:

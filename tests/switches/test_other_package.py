@@ -15,7 +15,6 @@ import pytest
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.registry import REGISTRY, _check_unique
-from tests.support.selection import by_default
 
 ROOT = Path(__file__).parents[2]
 NAME, FLAG = "gradient-shrink", "--embedding-gradient-shrink"
@@ -158,7 +157,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.planning.registry import REGISTRY
 from transformers import GPT2Config, GPT2LMHeadModel
 
-assert sys.argv[1] not in [switch.name for switch in REGISTRY.switches]
+assert {switch.name for switch in REGISTRY.switches}.isdisjoint(sys.argv[1:])
 FLAGS = "--checkpoint-activations --micro-batch-size 2 --train-iters 1 --lr 1e-3 --device cpu".split()
 assert main(["plan", "--task", "causal_lm", *FLAGS]) == 0
 
@@ -179,15 +178,11 @@ assert job.steps == 1
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("removed", by_default((), OPTIONAL))
-def test_the_package_works_without_the_switch(removed: str, tmp_path: Path) -> None:
-    package = tmp_path / SOURCE.name
-    shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    place = package / "switches" / removed
-    shutil.rmtree(place) if place.is_dir() else place.unlink()
+@pytest.mark.longer
+def test_the_package_works_without_the_switches(tmp_path: Path) -> None:
+    shutil.copytree(SOURCE, tmp_path / SOURCE.name, ignore=shutil.ignore_patterns("__pycache__", *OPTIONAL))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    words = [sys.executable, "-c", ALONE, OPTIONAL[removed]]
+    words = [sys.executable, "-c", ALONE, *OPTIONAL.values()]
     done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -73,8 +73,6 @@ def test_a_training_is_its_steps() -> None:
     "more",
     [
         "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--context-parallel-size 2",
         "--fsdp-memory-optimization",
     ],
 )
@@ -141,11 +139,7 @@ BATCH = "--world-size 4 --micro-batch-size 2 --global-batch-size 16 --device cpu
 ENGINES = [
     "--tensor-model-parallel-size 2 --use-distributed-optimizer",  # buckets leave after the peak of the activations
     "--num-experts 4 --expert-model-parallel-size 2",  # DDP's buckets are without the experts
-    "--tensor-model-parallel-size 2 --mixed-precision bf16",
-    "",
     "--fsdp-memory-optimization --mixed-precision bf16",
-    "--pipeline-model-parallel-size 2",
-    "--torch-compile aot_eager",  # left out by both
 ]
 
 

@@ -110,23 +110,16 @@ ALL_OF_MIXTRAL = (  # adapters on all linear layers, experts and gates
     f"--micro-batch-size 1 {FSDP} --quantize-base int4",
     "--micro-batch-size 2 --oss-sdp-memory-optimization",
     f"--micro-batch-size 2 {TENSOR} --sequence-parallel",
-    f"--micro-batch-size 1 {PIPELINE} --checkpoint-activations",
     f"--micro-batch-size 2 {CONTEXT} --zero-1-memory-optimization",
     f"--micro-batch-size 2 {TENSOR} {DIVIDED}",
     f"--micro-batch-size 1 {GROUPS} {FSDP}",
-    f"--micro-batch-size 2 {CONTEXT} {GROUPS}",
 )
-EXPERTS_ALONE = {
-    "qwen3-moe": (
-        f"--micro-batch-size 2 {FSDP} --fsdp-shard-size 2 --quantize-base int8",
-        f"--micro-batch-size 2 {PIPELINE} {TENSOR}",
-        f"--micro-batch-size 1 {GROUPS} --checkpoint-activations",
-        f"--micro-batch-size 2 {DIVIDED} {FSDP}",
-    ),
-    "mixtral": (f"--micro-batch-size 1 {PIPELINE} --use-distributed-optimizer",),
-}
+EXPERTS_ALONE = (
+    f"--micro-batch-size 2 {PIPELINE} {TENSOR}",
+    f"--micro-batch-size 1 {GROUPS} --checkpoint-activations",
+)
 IN_MIXTURES = [("mixtral", "all-linear,experts,gate", flags) for flags in ALL_OF_MIXTRAL]
-IN_MIXTURES += [(kind, "experts", flags) for kind, several in EXPERTS_ALONE.items() for flags in several]
+IN_MIXTURES += [("qwen3-moe", "experts", flags) for flags in EXPERTS_ALONE]
 """For ``make test-longer``. The covering table has adapters in mixtures under every engine."""
 
 

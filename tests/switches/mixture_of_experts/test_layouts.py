@@ -35,11 +35,9 @@ WITHIN = 1e-10, 1e-10
 JOBS = {  # name: (job, flags of the mixture). Four blocks for stages, otherwise two
     "gpt2": ("causal", CAPACITY),
     "llama": ("llama-4-untied", f"{OURS} --moe-layer-interval 2"),
-    "bert": ("masked", OURS),
     "mixtral": ("mixtral-shallow", THEIRS),
     "deep mixtral": ("mixtral-wide", THEIRS),
     "qwen3": ("qwen3-moe-shallow", THEIRS),
-    "deep qwen3": ("qwen3-moe-wide", THEIRS),
 }
 STAGES_AND_SHARDS = ("deep mixtral", f"{PIPELINE} {TENSOR} --micro-batch-size 3")
 ALL_SHARDED = ("gpt2", f"{GROUPS} --micro-batch-size 3 {AGAIN} {FSDP}")
@@ -52,11 +50,9 @@ LAYOUTS = [  # (job, flags of the layout)
     GRADIENTS_DIVIDED,
     OF_A_CONTEXT,
     WHOLE_GROUPS,
-    ("bert", f"{STRETCHES} {GROUPS} --micro-batch-size 3"),
     ("llama", f"{PIPELINE} --virtual-pipeline-size 2 {GROUPS} --micro-batch-size 1 {SHARDED}"),
     ("qwen3", f"--num-experts 4 {ALL} {CONTEXT} {STRETCHES} --micro-batch-size 6"),
     ("llama", f"{ALL} {CONTEXT} {RING} {PIPELINE} --micro-batch-size 2 {SHARDED}"),
-    ("deep qwen3", f"{PIPELINE} {STRETCHES} {AGAIN} --micro-batch-size 4"),
 ]
 
 
