@@ -6,7 +6,6 @@ Side streams are late, so that a copy that nobody waits for gives different numb
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,19 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rapidformer_templates.data.loader import on_device
 from rapidformer_templates.engines import local
 from rapidformer_templates.engines.step import DynamicLossScale
 from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert
 from rapidformer_templates.switches.zero.engine import cast
-from rapidformer_templates.system.accelerator import HostCopy
 from tests.support import parity, stand_in
 from tests.support.dropout_runs import DropoutJob
 from tests.support.jobs import OTHERS, CausalJob
 from tests.support.parallel_jobs import JOBS, begin
 from tests.support.parity import Trained, trained, weights_apart
-from tests.support.stand_in import host_reads, late
-from tests.support.stand_in.runs import CASES, DEVICE, IS_REAL, LATE, STEPS, Case, flags_of, rehearsed, train_silently
+from tests.support.stand_in import host_reads
+from tests.support.stand_in.runs import CASES, DEVICE, IS_REAL, STEPS, Case, flags_of, rehearsed
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.missing(any_kind=True))]
@@ -105,37 +102,6 @@ def _follows(found: Trained, wanted: Trained, allowed: float) -> None:
 @pytest.mark.parametrize("name", ONE)
 def test_one_device_follows_the_cpu(name: str) -> None:
     _follows(rehearsed(ONE[name]), _alone(ONE[name]), ROUNDING[ONE[name].precision])
-
-
-def _with_a_late_main_stream(workers: Any, case: Case) -> Trained:
-    with late(main=LATE):
-        return train_silently(case)
-
-
-@pytest.mark.skipif(**stand_in.missing())
-@pytest.mark.parametrize("name", ["offloaded activations", "offloaded state", "saved during training"])
-def test_a_late_main_stream_changes_nothing(name: str) -> None:
-    found = run_in_workers(1, _with_a_late_main_stream, CASES[name], device=DEVICE)[0]
-    _follows(found, _alone(CASES[name]), ROUNDING[""])
-
-
-def _moved(workers: Any, main: float, side: float) -> Any:
-    """Return the sums of batches that are freed as soon as the host has requested them, and a value on the host."""
-    found: Any = None
-    for delays in ({}, {"main": main, "side": side}):  # the first time takes long
-        batches = [SimpleNamespace(batch={"x": torch.full((1000,), float(i)).pin_memory()}) for i in range(4)]
-        with late(**delays):
-            moved: Any = on_device(batches, workers.device, ahead=1)  # type: ignore[arg-type]
-            sums = torch.stack([(microbatch.batch.pop("x") * 2).sum() for microbatch in moved])
-            found = sums.nan_to_num(-1).tolist(), HostCopy(torch.full((3,), 2.0, device=workers.device) * 2).values()
-    return found
-
-
-@pytest.mark.skipif(**stand_in.missing())
-@pytest.mark.parametrize(("main", "side"), [(0.0, 0.1), (0.05, 0.0)])
-def test_batches_and_values_on_the_host_are_waited_for(main: float, side: float) -> None:
-    found = run_in_workers(1, _moved, main, side, device=DEVICE)[0]
-    assert found == ([2000.0 * i for i in range(4)], [4.0] * 3)
 
 
 @pytest.mark.parametrize("name", ALIKE)

@@ -58,7 +58,7 @@ CASES: Mapping[str, Case] = {
         "--micro-batch-size 8 --context-parallel-size 2 --context-parallel-kind ring", devices=2
     ),
 }
-"""Runs that test_runs.py compares with a CPU."""
+"""Runs that test_runs.py compares with a CPU. test_sabotage.py repeats them with a line of the product removed."""
 
 
 @cache
