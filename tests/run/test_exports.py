@@ -210,10 +210,10 @@ def read_checkpoint(folder: Path) -> Tensors:
     for name, entry in json.loads((folder / "index.json").read_text())["weights"].items():
         whole = torch.zeros(entry["shape"], dtype=torch.float32)
         times = torch.zeros(entry["shape"], dtype=torch.int32)
-        for file, key, offset in entry["boxes"]:
+        for file, key, offset, shape in entry["boxes"]:
             part = read(folder / file)[key]
             assert part.dtype == whole.dtype, f"{name} is {part.dtype}"
-            place = tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))
+            place = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
             whole[place] = part
             times[place] += 1
         assert bool((times == 1).all()), f"{name}: parts of it are written twice, or not at all"
