@@ -138,19 +138,6 @@ def test_is_there(package: str) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        ("torch.nn:Module", "_no_such_thing"),
-        ("torch.no_such_module", "_parameters"),
-        ("torch.nn:NoSuchClass", "_parameters"),
-        ("torch.ops.no_such_space", "_parameters"),
-    ],
-)
-def test_a_name_that_is_gone_is_seen(owner: str, name: str) -> None:
-    assert not _has(owner, name)
-
-
 def test_wrappers_are_called_as_we_take_them_to_be() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
     from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
