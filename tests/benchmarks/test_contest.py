@@ -1,4 +1,4 @@
-"""Contests: ratios turn by turn, and loops in processes of their own that fail, end or work together."""
+"""Contests: ratios turn by turn, and loops in separate processes that fail, end or work together."""
 
 import os
 from contextlib import closing

@@ -48,7 +48,7 @@ SMALLER = {
     "small_gpt.available": lambda: (["adamw_torch_fused", "adamw_anyprecision", "muon"], ["one"]),
     "small_gpt.docstrings": lambda longest: texts.docstrings(longest, 300),
 }
-"""What the questions take in place of the values of their modules."""
+"""Values that make the questions small, by the attribute of a module that they replace."""
 
 
 @pytest.mark.distributed

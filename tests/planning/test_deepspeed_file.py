@@ -70,7 +70,7 @@ def test_auto_is_filled_from_the_flags(file: Any) -> None:
     assert [told[name] for name in names] == [24, 4, 3, 0.5]
     assert (told["bf16"]["enabled"], told["fp16"]["enabled"]) == (True, False)
     sizes = {name for name, value in told["zero_optimization"].items() if value == "auto"}
-    assert sizes == set(bucket_sizes(1)), "the model's width is not known yet"
+    assert sizes == set(bucket_sizes(1, "cpu")), "the model's width is not known yet"
     filled = fill_bucket_sizes(told["zero_optimization"], 64, "cpu")
     assert "auto" not in json.dumps({**told, "zero_optimization": filled})
     assert told.keys().isdisjoint({"optimizer", "scheduler"})  # the plan has both, and the engine a ready optimizer
@@ -242,8 +242,8 @@ def test_a_number_in_the_file_is_followed_and_one_stage_has_no_sizes_of_another(
 @pytest.mark.parametrize(("width", "square"), [(1, 2**18), (512, 2**18), (513, 263_169), (50_000, 50_000_000)])
 def test_buckets_of_small_and_large_models_stay_within_bounds(width: int, square: int) -> None:
     even = square + square % 2
-    assert list(bucket_sizes(width).values()) == [square, even, square * 9 // 10, 10 * width]
-    assert tuple(bucket_sizes(width)) == SIZES
+    assert list(bucket_sizes(width, "cpu").values()) == [square, even, square * 9 // 10, 10 * width]
+    assert tuple(bucket_sizes(width, "cpu")) == SIZES
     assert bucket_sizes(width, "cuda")["reduce_bucket_size"] == max(square, 2**23)
 
 

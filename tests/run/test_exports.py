@@ -66,7 +66,7 @@ FLAGS, WORLDS = runs_of_layouts()
 CONVERTED = {name for name, flags in FLAGS.items() if "--num-experts" in flags}
 """Layouts with experts of this library, which transformers cannot read."""
 UNDIVIDED = {"own module": {"tensor-parallel", "context-parallel"}, "mixture": {"pipeline-parallel"}}
-"""What cannot divide the model of a kind. The rules do not know the model."""
+"""Switches that cannot divide the model of a kind. The rules do not know the model."""
 CASES = [
     (kind, layout)
     for kind, (_, flags) in KINDS.items()

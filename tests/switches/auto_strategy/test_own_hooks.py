@@ -258,7 +258,7 @@ ENGINES: dict[str, tuple[tuple[str, ...], str, MemoryOptions]] = {
     "zero-3": (
         ("--zero-3-memory-optimization",),
         "zero-3",
-        MemoryOptions(how=StateOptions(kept_whole=bucket_sizes(32)[KEPT_WHOLE])),
+        MemoryOptions(how=StateOptions(kept_whole=bucket_sizes(32, "cpu")[KEPT_WHOLE])),
     ),
 }
 """By name: flags, and the partitioning and setting that the planner derives from them."""

@@ -100,7 +100,7 @@ class BenchModel:
 
 @dataclass(frozen=True)
 class RandomSamples:
-    """Samples that are drawn when they are read. Loader processes would receive each tensor of a list as a file."""
+    """Samples that are drawn when they are read. Loader processes receive each tensor of a list as an open file."""
 
     source: BenchModel
     count: int

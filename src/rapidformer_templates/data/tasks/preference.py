@@ -275,7 +275,6 @@ class Preference(_Preferences):
         totals = torch.zeros(2, dtype=torch.float64, device=workers.device)
         for microbatch in microbatches:
             batch = microbatch.batch
-            value: torch.Tensor
             number: torch.Tensor | int
             if self.is_unpaired:
                 value, _ = evaluate(_mismatched_answers(microbatch), self._drift_of)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from rapidformer_templates.planning.deepspeed_file.settings import least_bucket
+from rapidformer_templates.planning.deepspeed_file.settings import smallest_bucket
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -25,7 +25,7 @@ def bucket_size_for(width: int, device: str) -> int:
         width: hidden size of the model.
         device: kind of device.
     """
-    return min(max(width * width, least_bucket(device)), MAX_ELEMENTS)
+    return min(max(width * width, smallest_bucket(device)), MAX_ELEMENTS)
 
 
 class Segment(NamedTuple):

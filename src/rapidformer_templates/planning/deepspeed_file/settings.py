@@ -197,24 +197,24 @@ LOUD = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
 """Keys that make DeepSpeed print."""
 
 
-def least_bucket(device: str) -> int:
-    """Return the least elements of a bucket: 1 MB in fp32 on a CPU, 32 MB on an accelerator.
+def smallest_bucket(device: str) -> int:
+    """Return the elements of the smallest bucket: 1 MB in fp32 on a CPU, 32 MB on an accelerator.
 
-    A smaller one is sent in less time than an exchange takes to begin.
+    An exchange would take longer to begin than to send a smaller one.
     """
     return LEAST if device == "cpu" else 2**23
 
 
-def bucket_sizes(width: int, device: str = "cpu") -> dict[str, int]:
+def bucket_sizes(width: int, device: str) -> dict[str, int]:
     """Return the elements of each bucket, and the size above which ZeRO-3 partitions a parameter.
 
     A bucket has the size of a square matrix of this width, as in DeepSpeed's guide [D].
 
     Args:
         width: the width of the model.
-        device: kind of device, which decides the least size.
+        device: kind of device, which decides the size of the smallest bucket.
     """
-    square = min(max(width * width, least_bucket(device)), MOST)
+    square = min(max(width * width, smallest_bucket(device)), MOST)
     return {
         "reduce_bucket_size": square,
         "allgather_bucket_size": square + square % 2,  # DeepSpeed requires an even size

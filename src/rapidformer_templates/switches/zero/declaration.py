@@ -271,8 +271,8 @@ _IDLE_ALONE = checks.idle_without_copies("ZeRO: one worker, so there is nothing 
 def _notes(request: Request) -> Sequence[str]:
     size = _deepspeed_config(request)["zero_optimization"]["reduce_bucket_size"]
     if size == ds_file.AUTO:
-        least = ds_settings.least_bucket(request.environment.device)
-        size = f"the square of the model's width, {least:,} to {ds_settings.MOST:,}"
+        smallest = ds_settings.smallest_bucket(request.environment.device)
+        size = f"the square of the model's width, {smallest:,} to {ds_settings.MOST:,}"
     # The file may have anything here. DeepSpeed's own model checks it before the workers start.
     buckets = f"ZeRO: a bucket holds {format(size, ',') if isinstance(size, int | float) else size} elements"
     return _IDLE_ALONE(request) or (buckets,)
