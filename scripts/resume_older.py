@@ -149,7 +149,7 @@ def tensors_of(checkpoint: Path) -> dict:
     tensors = {}
     for kind, entries in json.loads((checkpoint / "index.json").read_text()).items():
         for name, entry in entries.items():
-            for file, key, offset in entry["boxes"]:
+            for file, key, offset, *_ in entry["boxes"]:  # earlier formats have no shape
                 part = safe_open(checkpoint / file, framework="pt").get_tensor(key)
                 whole = tensors.setdefault((kind, name), torch.full(entry["shape"], 0, dtype=part.dtype))
                 whole[tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))] = part

@@ -130,7 +130,7 @@ class SingleEngine:
         self._parameters = [parameter for _, parameter in trained]
         self.optimizer = self._build_optimizer(recipe, trained, differing)
         self._updated_shards = {
-            tensor: sharding.shard_of(tensor, name, self.assembly, self.workers)
+            tensor: sharding.shard_of(tensor, name, self.assembly, self.workers).without_values()
             for name, tensor in sharding.named_tensors(self.assembly).items()
             if tensor.requires_grad
         }

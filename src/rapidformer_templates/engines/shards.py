@@ -8,7 +8,7 @@ checkpoint, which one counts it in a norm, and which one sends it to a worker th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import chain
 from typing import Literal, Protocol
@@ -93,6 +93,10 @@ class Shard:
     def counts_once(self) -> bool:
         """Whether this worker is the first of all workers with the same values. It is true on exactly one of them."""
         return self.counts and self.copies.rank == 0
+
+    def without_values(self) -> Shard:
+        """Return a shard to keep: a view would keep the memory of a parameter that is moved to a bucket later."""
+        return replace(self, values=torch.empty_like(self.values, device="meta"))
 
     def parts(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Yield (offset in the whole tensor, values) of each box. The values are views."""

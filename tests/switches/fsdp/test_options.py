@@ -323,10 +323,10 @@ def test_a_checkpoint_has_one_copy_that_all_groups_write(of_four: Any, folder: s
     for kind in ("weights", "optimizer"):
         files = set()
         for name, entry in index[kind].items():
-            offsets = [tuple(offset) for _, _, offset in entry["boxes"]]
+            offsets = [tuple(offset) for _, _, offset, _ in entry["boxes"]]
             assert len(offsets) == len(set(offsets)), name
             assert len(offsets) == (2 if math.prod(entry["shape"]) > 1 else 1), name
-            files |= {file for file, _, _ in entry["boxes"]}
+            files |= {file for file, *_ in entry["boxes"]}
         assert len(files) == 4, "each worker writes"
 
 

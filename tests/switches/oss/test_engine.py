@@ -1,5 +1,6 @@
 """OSS and OSS + SDP follow the one-process run, and each rank holds only its share."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,30 @@ def test_sdp_keeps_the_gradients_of_its_own_parameters_alone() -> None:
     shares = [held[0] for held in run_in_workers(2, _gradients_before_each_update)]
     assert sum(shares) == whole
     assert max(shares) < 0.6 * whole
+
+
+def _weights_held(workers: Any, switch: str) -> tuple[int, int]:
+    """Return the bytes of the weights, and of all tensors that are alive before the first step."""
+    gc.collect()
+    others = {id(tensor) for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor)}
+    held: list[int] = []
+
+    class Weighed(CausalJob):
+        def on_train_start(self) -> None:
+            gc.collect()
+            new = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and id(t) not in others and not t.is_meta]
+            owned = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in new)}
+            held.append(sum(owned.values()))
+
+    run = Weighed(f"--lr 1e-3 --train-iters 1 --global-batch-size 8 --micro-batch-size 4 --no-save {switch}".split())
+    run.fit()
+    return sum(p.nbytes for p in run.model.parameters()), held[0]
+
+
+@pytest.mark.parametrize("switch", SWITCHES.values())
+def test_weights_are_held_once_after_fairscale_has_moved_them(switch: str) -> None:
+    for weights, held in run_in_workers(2, _weights_held, switch):
+        assert weights <= held < 1.5 * weights
 
 
 def _spoiled(workers: Any, switch: str) -> bool:

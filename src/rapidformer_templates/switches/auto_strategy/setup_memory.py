@@ -61,8 +61,7 @@ def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, larg
             return states.parameters + states.optimizer, exact
     owned = _built_bytes([facts.among(layout.experts) for facts in everything])
     if layout.partitioning in ("oss", "oss-sdp") and layout.replicas > 1 and not setting.gpu:
-        # fairscale copies the parameters of each owner into a buffer, and freed memory stays. SDP also has its buckets.
-        return owned, owned + (states.gradients if layout.partitioning == "oss-sdp" else 0)
+        return owned, owned  # fairscale copies the parameters of each owner into a buffer, and freed memory stays
     return owned, largest
 
 
