@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.errors import ConfigError, HubUnreachable, Refused, counted
@@ -138,6 +138,39 @@ class PlanFlags:
             raise ConfigError("--engine-memory predicts one layout", where="command line", hint=hint)
 
 
+@dataclass(frozen=True)
+class _Script:
+    """What a plan says about its script: the file, the class of the template, and the hooks that it overrides."""
+
+    file: str
+    template: str
+    hooks: list[str]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a command asks to plan.
+
+    Attributes:
+        place: the workers and their devices.
+        checks: checks of the flags that need no data.
+        source: builds the model of a script whose hooks do that.
+        measure: returns the memory of a plan's own engine.
+    """
+
+    config: RunConfig
+    place: Environment
+    options: PlanFlags
+    checks: Sequence[Callable[[RunConfig], object]]
+    script: _Script | None = None
+    source: ModelSource | None = None
+    measure: MeasurePlan | None = None
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        return self.script is not None and "build_optimizer" in self.script.hooks
+
+
 def main(words: Sequence[str]) -> int:
     """Resolve and print the plan of a training command or of a script.
 
@@ -161,7 +194,7 @@ def main(words: Sequence[str]) -> int:
         template = Trainer([])
         template.config = config
         measure = _engine_measure(template, None, "--engine-memory")
-    return _show_resolved(config, detected, options, checks, measure=measure)
+    return _show(_Asked(config, detected, options, checks, measure=measure))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -258,18 +291,18 @@ def _plan_script(script: str, words: list[str]) -> int:
     template, environment, source = scripts.capture_template(script, rest, inspect)
     kind, config = type(template), template.config
     detected = _planned_environment(environment, config, options)
-    checks: list[Check] = []
+    checks: list[Callable[[RunConfig], object]] = []
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
     if "build_model" not in overridden_hooks(kind):
         checks.append(check_not_quantized)
-    about_script: AboutScript = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
-    measure = None
-    if source and "build_optimizer" in about_script["hooks"]:
-        measure = _engine_measure(template, source, "build_optimizer()")
+    about_script = _Script(script, kind.__name__, overridden_hooks(kind))
+    asked = _Asked(config, detected, options, checks, about_script, source)
+    if source and asked.has_own_optimizer:
+        asked = dataclasses.replace(asked, measure=_engine_measure(template, source, "build_optimizer()"))
     elif options.engine_memory:
-        measure = _engine_measure(template, source, "--engine-memory")
-    return _show_resolved(config, detected, options, checks, about_script, source, measure)
+        asked = dataclasses.replace(asked, measure=_engine_measure(template, source, "--engine-memory"))
+    return _show(asked)
 
 
 def _engine_measure(template: Template, source: ModelSource | None, where: str) -> MeasurePlan:
@@ -287,81 +320,72 @@ def _engine_measure(template: Template, source: ModelSource | None, where: str) 
     return partial(planned_memory, template, source or FlagModel(template.config), where)
 
 
-Check = Callable[[RunConfig], object]
-
-
-AboutScript = dict[str, Any]
-"""Facts about a script that its plan includes: its ``file``, ``template`` and ``hooks``."""
-
-
-def _show_resolved(
-    config: RunConfig,
-    detected: Environment,
-    options: PlanFlags,
-    checks: Iterable[Check],
-    script: AboutScript | None = None,
-    source: ModelSource | None = None,
-    measure: MeasurePlan | None = None,
-) -> int:
-    """Resolve, check and print the plan, and return the exit status.
-
-    Args:
-        source: builds the model of a script whose hooks do that.
-        measure: returns the memory of a plan's own engine.
-    """
+def _show(asked: _Asked) -> int:
+    """Resolve, check and print what a command asks for. Return the exit status."""
+    config, options = asked.config, asked.options
     options.check(config)
     try:
         if config.get("auto_strategy") and not options.yaml:
-            return _search(config, detected, options, source)
-        if config.get("pipeline_stages") == "auto-memory" and not options.yaml:
-            from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
-
-            config = with_stages_by_memory(config, detected, source)
-        plan = _with_notes(resolve(config, detected), config)
+            return _search(asked)
+        asked, plan = _resolved(asked)
     except Refused as refused:
         if not options.json:
             raise
         errors = [diagnostic.to_json() for diagnostic in refused.diagnostics]
         print(json.dumps({"ok": False, "errors": errors}, indent=2))
         return refused.exit_status
-    for check in checks:
-        check(config)
+    for check in asked.checks:
+        check(asked.config)
     if options.yaml:
-        program = f"python {script['file']}" if script else "rapidformer"
-        print(f"# {program} --config FILE\n{to_yaml(config)}", end="")
-        return 0
-    more: dict[str, object] = {"script": script} if script else {}
-    lines = []
-    if script:
-        hooks = ", ".join(script["hooks"]) or "none"
-        lines.append(f"script: {script['file']}: {script['template']}, own hooks: {hooks}")
-    if options.terms:
-        from rapidformer_templates.switches.auto_strategy.command import predict_run
-
-        own = bool(script and "build_optimizer" in script["hooks"])
-        arguments = (plan, config, detected, options.terms, source, measure)
-        more["prediction"], predicted = predict_run(*arguments, own_optimizer=own)
-        lines += predicted
-    if options.json:
-        print(json.dumps({"ok": True, "plan": plan.to_json(), **more}, indent=2))
+        program = f"python {asked.script.file}" if asked.script else "rapidformer"
+        print(f"# {program} --config FILE\n{to_yaml(asked.config)}", end="")
     else:
-        show_plan(plan)
-        print("".join(f"{line}\n" for line in lines), end="")
+        _print_plan(asked, plan)
     return 0
 
 
-def _search(config: RunConfig, detected: Environment, options: PlanFlags, source: ModelSource | None) -> int:
+def _search(asked: _Asked) -> int:
     """Search for layouts and print them. Return the exit status."""
     from rapidformer_templates.switches.auto_strategy.cluster_sizes import plan_clusters
     from rapidformer_templates.switches.auto_strategy.command import plan_command
 
+    config, place, options, source = asked.config, asked.place, asked.options, asked.source
     terms, as_json, cached = options.terms or TrainingTerms(), options.json, options.search_cache
     if options.world_size and len(options.world_size.counts) > 1:
-        local = options.local_world_size or max(options.world_size.counts)
-        place = dataclasses.replace(detected, local_world_size=local)
         counts = options.world_size.counts
+        place = dataclasses.replace(place, local_world_size=options.local_world_size or max(counts))
         return plan_clusters(config, place, counts, terms, source, as_json=as_json, plot=options.plot, cached=cached)
-    return plan_command(config, detected, terms, source, as_json=as_json, cached=cached, compared=options.compare)
+    return plan_command(config, place, terms, source, as_json=as_json, cached=cached, compared=options.compare)
+
+
+def _resolved(asked: _Asked) -> tuple[_Asked, Plan]:
+    """Resolve the flags, after ``--pipeline-stages auto-memory`` has become numbers."""
+    if asked.config.get("pipeline_stages") == "auto-memory" and not asked.options.yaml:
+        from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
+
+        config = with_stages_by_memory(asked.config, asked.place, asked.source)
+        asked = dataclasses.replace(asked, config=config)
+    return asked, _with_notes(resolve(asked.config, asked.place), asked.config)
+
+
+def _print_plan(asked: _Asked, plan: Plan) -> None:
+    more: dict[str, object] = {}
+    lines = []
+    if asked.script:
+        more["script"] = dataclasses.asdict(asked.script)
+        hooks = ", ".join(asked.script.hooks) or "none"
+        lines.append(f"script: {asked.script.file}: {asked.script.template}, own hooks: {hooks}")
+    if asked.options.terms:
+        from rapidformer_templates.switches.auto_strategy.command import predict_run
+
+        arguments = (plan, asked.config, asked.place, asked.options.terms, asked.source, asked.measure)
+        more["prediction"], predicted = predict_run(*arguments, own_optimizer=asked.has_own_optimizer)
+        lines += predicted
+    if asked.options.json:
+        print(json.dumps({"ok": True, "plan": plan.to_json(), **more}, indent=2))
+    else:
+        show_plan(plan)
+        print("".join(f"{line}\n" for line in lines), end="")
 
 
 def _with_notes(plan: Plan, config: RunConfig) -> Plan:
