@@ -118,7 +118,7 @@ class Dies(Trainer):
 def test_a_run_goes_on_from_its_own_log_probabilities(gpt_folder: Path, tmp_path: Path, says: Says) -> None:
     given = make(tmp_path / "data", gpt_folder, judged())
     given += ["--preference-loss", "kto", "--train-iters", "5", "--micro-batch-size", "2", *ONCE]
-    wanted = run(given)
+    wanted = run([*given, "--dataloader-num-workers", "1"])
     half = [*given, "--task", "preference", "--save-interval", "2", "--save", str(tmp_path / "half")]
     with pytest.raises(KeyboardInterrupt):
         Dies(half).fit()
