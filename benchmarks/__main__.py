@@ -33,6 +33,7 @@ QUESTIONS = {
     "offload": ("offload", "predicted and measured memory with activations on the host"),
     "adapters": ("small_gpt", "LoRA, DoRA and QLoRA, compared with full fine-tuning"),
     "context": ("context", "predicted and measured memory of long sequences, divided over several workers"),
+    "ring": ("ring", "attention over a divided sequence, in a ring with flash kernels and without"),
     "setup-memory": ("setup_memory", "memory of building a model that is larger than a worker, under each engine"),
     "moe": ("moe", "a mixture of experts, compared with the dense model"),
     "precision": ("small_gpt", "loss and bytes of 16-bit weights with fp32 masters"),

@@ -26,6 +26,7 @@ QUESTIONS = {
     "padding": "--rounds 1 --steps 1",
     "precision": SIZES,
     "reading": "--repeats 2 --megatokens 6 --samples 4000",
+    "ring": "--longest 1024 --rounds 1",
     "saving": "--gigabytes 0.004 --repeats 2 --folder {folder}",
     "setup-memory": "--width 64 --blocks 2 --engines fsdp --weights pretrained",
     "streaming": "--megabytes 0.2 --folder {folder}",

@@ -8,9 +8,10 @@ Ring attention (Liu et al., 2023): the keys and values of each part pass through
 results of its queries, with the logarithms of the sums of weights. A part consists of two intervals, one from each end
 of the sequence. So, under a causal mask, all workers have the same amount of work (Brandon et al., 2023).
 
-Ring attention uses torch operations on a range of queries at a time, so it works on any device and with any mask. For
-the backward, it saves only the queries, keys, values and output of this part, and the logarithms of the sums. The
-backward passes keys and values around the ring again.
+Ring attention uses torch's flash kernels, whose results for some keys are merged by the logarithms of the sums (Dao,
+2023). With a mask that is not causal, in 32 bits on a GPU, and on other devices, it uses plain operations on a range of
+queries at a time. For the backward, it saves only the queries, keys, values and output of this part, and the logarithms
+of the sums. The backward passes keys and values around the ring again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -228,23 +230,20 @@ class _Ring(torch.autograd.Function):
         peers: Peers,
     ) -> torch.Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
-        groups = _by_keys(query, key)
-        output = groups.new_zeros((*groups.shape[:-1], value.shape[-1]), dtype=wide)
-        sums = groups.new_full(groups.shape[:-1], -torch.inf, dtype=wide)
+        output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
+        sums = query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
         with torch.autocast(query.device.type, enabled=False):
             for source, (keys, values) in _rotate(peers, (key, value)):
-                for block in _blocks(groups, attention_mask, peers.rank, source):
-                    scores = block.scores(groups, keys, wide)
-                    logarithm = scores.logsumexp(-1)
-                    before = sums[..., block.queries]
-                    together = torch.logaddexp(before, logarithm)
+                for block in _blocks(query, value, attention_mask, peers.rank, source):
+                    of_block, logarithms = block.attend(query, keys, values)
+                    before = sums[:, :, block.queries]
+                    together = torch.logaddexp(before, logarithms)
                     finite = together.masked_fill(together == -torch.inf, 0.0)  # rows that attend to nothing yet
-                    part = (scores - finite.unsqueeze(-1)).exp().to(values.dtype) @ values[:, :, None, block.keys]
-                    rescaled = output[..., block.queries, :] * (before - finite).exp().unsqueeze(-1)
-                    output[..., block.queries, :] = rescaled + part
-                    sums[..., block.queries] = together
+                    earlier, share = ((part - finite).exp().unsqueeze(-1) for part in (before, logarithms))
+                    output[:, :, block.queries] = output[:, :, block.queries] * earlier + of_block * share
+                    sums[:, :, block.queries] = together
         ctx.attention_mask, ctx.peers = attention_mask, peers
-        result = output.to(value.dtype).flatten(1, 2)
+        result = output.to(value.dtype)
         ctx.save_for_backward(query, key, value, result, sums)
         return result
 
@@ -252,43 +251,98 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         query, key, value, output, sums = ctx.saved_tensors
         attention_mask, peers, wide = ctx.attention_mask, ctx.peers, sums.dtype
-        groups, outer = _by_keys(query, key), _by_keys(gradient, key)
-        inner = (outer.to(wide) * _by_keys(output, key)).sum(-1)
         sums = sums.masked_fill(sums == -torch.inf, torch.inf)  # rows that attend to nothing have no gradient
-        of_query = torch.zeros_like(groups, dtype=wide)
+        of_query = torch.zeros_like(query, dtype=wide)
         travelling = (key, value, torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide))
         with torch.autocast(query.device.type, enabled=False):
             for source, (keys, values, of_keys, of_values) in _rotate(peers, travelling):
-                for block in _blocks(groups, attention_mask, peers.rank, source):
-                    queries, block_keys = block.queries, block.keys
-                    shares = (block.scores(groups, keys, wide) - sums[..., queries, None]).exp()
-                    outgoing = outer[..., queries, :]
-                    slope = (outgoing @ values[:, :, None, block_keys].mT).to(wide) - inner[..., queries, None]
-                    slope = (shares * slope * attention_mask.scale).to(keys.dtype)
-                    of_query[..., queries, :] += slope @ keys[:, :, None, block_keys]
-                    of_keys[..., block_keys, :] += (slope.mT @ groups[..., queries, :]).sum(2)
-                    of_values[..., block_keys, :] += (shares.to(values.dtype).mT @ outgoing).sum(2)
+                for block in _blocks(query, value, attention_mask, peers.rank, source):
+                    found = block.gradients(gradient, query, keys, values, output, sums)
+                    of_query[:, :, block.queries] += found[0]
+                    of_keys[:, :, block.keys] += found[1]
+                    of_values[:, :, block.keys] += found[2]
         of_key, of_value = travelling[2].to(key.dtype), travelling[3].to(value.dtype)
-        return of_query.flatten(1, 2).to(query.dtype), of_key, of_value, None, None
+        return of_query.to(query.dtype), of_key, of_value, None, None
 
 
-def _by_keys(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Reshape to (samples, key heads, query heads per key head, tokens, size of a head)."""
-    return x.unflatten(1, (key.shape[1], -1))
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Gradients of queries, keys and values."""
 
 
 @dataclass(frozen=True)
-class _ScoreBlock:
+class _Block:
     """A range of this worker's queries, and a range of keys of a worker that they attend to."""
 
     queries: slice
     keys: slice
-    mask: torch.Tensor | None
     scale: float
 
-    def scores(self, groups: torch.Tensor, keys: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output of this range of queries for these keys alone, and the logarithms of its sums of weights.
+
+        Args:
+            query: all queries of this worker.
+            keys: all keys of a worker. ``values`` are its values.
+        """
+        raise NotImplementedError
+
+    def gradients(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> Gradients:
+        """Return the gradients of this range of queries, and of these keys and values.
+
+        Args:
+            gradient: gradient of ``output``, the whole result for the queries.
+            sums: logarithms of the sums of weights over all keys.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _ScoreBlock(_Block):
+    """Computes the scores with plain operations, on any device and with any mask."""
+
+    mask: torch.Tensor | None
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self._scores(_by_keys(query, keys), keys)
+        logarithms = scores.logsumexp(-1)
+        finite = logarithms.masked_fill(logarithms == -torch.inf, 0.0)
+        weights = (scores - finite.unsqueeze(-1)).exp().to(values.dtype)
+        return (weights @ values[:, :, None, self.keys]).flatten(1, 2), logarithms.flatten(1, 2)
+
+    def gradients(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> Gradients:
+        groups, outgoing = _by_keys(query, keys), _by_keys(gradient, keys)[..., self.queries, :]
+        inner = (outgoing.to(sums.dtype) * _by_keys(output, keys)[..., self.queries, :]).sum(-1, keepdim=True)
+        weights = (self._scores(groups, keys) - _by_keys(sums, keys)[..., self.queries, None]).exp()
+        slope = (outgoing @ values[:, :, None, self.keys].mT).to(sums.dtype) - inner
+        slope = (weights * slope * self.scale).to(keys.dtype)
+        of_keys = (slope.mT @ groups[..., self.queries, :]).sum(2)
+        of_values = (weights.to(values.dtype).mT @ outgoing).sum(2)
+        return (slope @ keys[:, :, None, self.keys]).flatten(1, 2), of_keys, of_values
+
+    def _scores(self, groups: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return scores of shape (samples, key heads, query heads per key head, queries, keys)."""
         # Compute in 32 bits, as a fused kernel accumulates. 16-bit scores would be less exact.
+        wide = torch.promote_types(groups.dtype, torch.float32)
         scores = groups[..., self.queries, :].to(wide) @ keys[:, :, None, self.keys].to(wide).mT * self.scale
         if self.mask is None:
             return scores
@@ -297,34 +351,110 @@ class _ScoreBlock:
         return scores + self.mask
 
 
-def _blocks(groups: torch.Tensor, attention_mask: AttentionMask, rank: int, source: int) -> Iterator[_ScoreBlock]:
-    """Yield blocks of this worker's queries and the source worker's keys, a range of queries at a time."""
+@dataclass(frozen=True)
+class _FusedBlock(_Block):
+    """Computes in torch's flash kernels, which keep no scores. Without a mask, or causal on the diagonal."""
+
+    causal: bool
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = self._inputs(query, keys, values)
+        is_on_host = query.device.type == "cpu"
+        forward = torch.ops.aten._scaled_dot_product_flash_attention
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu if is_on_host else forward
+        output, logarithms, *_ = forward(*inputs, 0.0, self.causal, scale=self.scale)
+        return output, logarithms
+
+    def gradients(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> Gradients:
+        gradient, output, sums = (each[:, :, self.queries].contiguous() for each in (gradient, output, sums))
+        inputs = self._inputs(query, keys, values)
+        if query.device.type == "cpu":
+            backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            found = backward(gradient, *inputs, output, sums, 0.0, self.causal, scale=self.scale)
+        else:
+            lengths = inputs[0].shape[TOKENS], inputs[1].shape[TOKENS]
+            no_seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # there is no dropout
+            backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+            ends = None, None, *lengths  # all sequences have these lengths
+            found = backward(
+                gradient, *inputs, output, sums, *ends, 0.0, self.causal, no_seed, no_seed, scale=self.scale
+            )
+        of_queries, *others = found
+        of_keys, of_values = (_by_keys(each, keys).sum(2) for each in others)
+        return of_queries, of_keys, of_values
+
+    def _inputs(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Gradients:
+        """Return the queries, keys and values of this block, with one key head for each query head."""
+        repeats = query.shape[HEADS] // keys.shape[HEADS]
+        key, value = (each[:, :, self.keys].repeat_interleave(repeats, HEADS) for each in (keys, values))
+        return query[:, :, self.queries].contiguous(), key, value
+
+
+def _by_keys(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Divide the heads: (samples, key heads, query heads per key head, tokens, …)."""
+    return x.unflatten(HEADS, (key.shape[HEADS], -1))
+
+
+def _has_flash_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch has a flash kernel for these tensors: on a CPU, or on this GPU of Nvidia for this type and size."""
+    if value.shape[-1] != query.shape[-1]:
+        return False
+    if query.device.type != "cuda" or torch.version.hip:
+        return query.device.type == "cpu"
+    return can_use_flash_attention(SDPAParams(query, query, query, None, 0.0, False, False))
+
+
+def _blocks(
+    query: torch.Tensor, value: torch.Tensor, attention_mask: AttentionMask, rank: int, source: int
+) -> Iterator[_Block]:
+    """Yield blocks of this worker's queries and the source worker's keys. Plain ones have a range of the queries."""
+    causal, scale = attention_mask.causal, attention_mask.scale
+    is_fused = attention_mask.mask is None and _has_flash_kernel(query, value)
     for query_offset, (begin, end) in attention_mask.intervals.of(rank):
         for key_offset, (first, last) in attention_mask.intervals.of(source):
-            if attention_mask.causal and first >= end:
-                continue  # all of these keys are after all of these queries
-            step = max(1, AT_ONCE // max(last - first, 1))
+            if begin == end or first == last or (causal and first >= end):
+                continue  # nothing, or all of these keys are after all of these queries
+            keys = slice(key_offset, key_offset + last - first)
+            if is_fused:  # intervals are equal, or one is before the other
+                queries = slice(query_offset, query_offset + end - begin)
+                yield _FusedBlock(queries, keys, scale, causal and first == begin)
+                continue
+            step = max(1, AT_ONCE // (last - first))
             for low in range(begin, end, step):
                 high = min(low + step, end)
-                if attention_mask.causal and first >= high:
+                if causal and first >= high:
                     continue
-                mask = _mask(groups, attention_mask, (low, high), (first, last))
+                mask = _mask(query, value, attention_mask, (low, high), (first, last))
                 queries = slice(query_offset + low - begin, query_offset + high - begin)
-                yield _ScoreBlock(queries, slice(key_offset, key_offset + last - first), mask, attention_mask.scale)
+                yield _ScoreBlock(queries, keys, scale, mask)
 
 
 def _mask(
-    groups: torch.Tensor, attention_mask: AttentionMask, rows: tuple[int, int], columns: tuple[int, int]
+    query: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: AttentionMask,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
 ) -> torch.Tensor | None:
     """Return the mask between two ranges of tokens, or None if nothing is masked."""
     if attention_mask.mask is not None:
         part = attention_mask.mask[..., slice(*rows), slice(*columns)]
         if part.shape[1] == 1:
             return part.unsqueeze(2)
-        return part.unflatten(1, (groups.shape[1], -1))
+        return _by_keys(part, value)
     if not attention_mask.causal or columns[1] <= rows[0] + 1:
         return None
-    places = (torch.arange(*bounds, device=groups.device) for bounds in (rows, columns))
+    places = (torch.arange(*bounds, device=query.device) for bounds in (rows, columns))
     row, column = places
     return row[:, None] >= column[None]
 
