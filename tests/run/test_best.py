@@ -306,6 +306,14 @@ def test_a_stop_ends_as_a_complete_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "export").is_dir()
 
 
+def test_a_best_step_that_was_saved_before_its_evaluation_is_known_in_the_checkpoint(tmp_path: Path) -> None:
+    flags = [*LINE, "--keep-best", "--eval-interval", "2", "--save-interval", "3", "--save", str(tmp_path)]
+    Worsening([*flags, "--train-iters", "12"], callbacks=[Stops("step", 3)]).fit()
+    assert best_of(tmp_path)[0] == 3
+    state = json.loads((tmp_path / "checkpoints" / "step-3" / "state.json").read_text())
+    assert (state["best"]["step"], state["best"]["value"]) == best_of(tmp_path)
+
+
 def test_the_weights_are_those_of_the_step(tmp_path: Path) -> None:
     """They equal those of a run that was planned to be that short."""
     summaries, weights = [], []

@@ -23,7 +23,8 @@ from tests.support.jobs import CausalJob
 from tests.support.lines import FLAGS as LINE
 from tests.support.lines import Line, Worsening
 from tests.support.messages import Says
-from tests.support.parity import trained
+from tests.support.parity import EXACT, assert_follows, observed, reference, trained
+from tests.support.selection import by_default
 
 SAMPLES = [{"x": np.ones(1, np.float32), "y": np.ones(1, np.float32)}] * 4
 RUN = [*LINE, "--epochs", "1", "--no-save"]
@@ -106,6 +107,23 @@ def test_a_port_that_there_is_not_or_that_is_kept(says: Says) -> None:
             Line([*RUN, "--master-port", port])
     with mock.patch("socket.socket.bind", side_effect=PermissionError(13, "Permission denied")), says(ConfigError):
         run_workers(["true"], 2, 80)
+
+
+SHARDED = {
+    "fsdp": "--fsdp-memory-optimization",
+    "sdp": "--oss-sdp-memory-optimization",
+    "ddp": "",
+    "oss": "--oss-memory-optimization",
+    "distributed optimizer": "--use-distributed-optimizer",
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", by_default(["fsdp", "sdp"], SHARDED))
+def test_what_hooks_freeze_stays_so_under_every_engine(layout: str) -> None:
+    flags = "--train-iters 6 --eval-interval 3 --global-batch-size 8 --micro-batch-size"
+    expected = reference("freezing", True, f"{flags} 8")
+    assert_follows(observed(2, "freezing", True, f"{flags} 4 {SHARDED[layout]}")[0], expected, *EXACT)
 
 
 def _method(self: Any, *arguments: Any) -> None:

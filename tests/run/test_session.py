@@ -12,7 +12,7 @@ from torch import nn
 
 from examples import own_loop
 from rapidformer_templates import Data, OptimizerSpec, RapidformerError, Trainer, compose
-from rapidformer_templates.errors import CheckpointError, DataError, OutOfMemory
+from rapidformer_templates.errors import CheckpointError, DataError, NonFiniteLoss, OutOfMemory
 from tests.support.messages import Says
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
@@ -137,6 +137,59 @@ def _uneven(workers: Any) -> list[float]:
         shares = [*shares, () if workers.rank else ([8, 9],)]
         losses = [float(session.step([own_loop.collate(torch.tensor(r)) for r in step]).loss) for step in shares]
         return [*losses, session.evaluate(None if workers.rank else own_loop.collate(torch.arange(3))).loss]
+
+
+def _around(flags: str, between: Callable[[Any, Any], None] | None) -> list[tuple[float, float]]:
+    """Return (loss, gradient norm) of the steps of a session, and do something after the first step."""
+    spoils = [False]
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        mean: torch.Tensor = model(**batch).loss
+        return mean * float("nan") if spoils[0] else mean
+
+    sizes: Any = {"lr": 1e-2, "device": "cpu", "micro_batch_size": 2, "global_batch_size": 8}
+    with compose(own_loop.build_model, compute_loss=loss, argv=flags.split(), **sizes) as session:
+        batches = [own_loop.collate(torch.arange(2) + 2 * i + 4 * session.workers.data_rank) for i in range(2)]
+        results = [session.step(batches)]
+        if between:
+            spoils[0] = between is _spoiled
+            between(session, batches)
+            spoils[0] = False
+        results += [session.step(batches) for _ in range(2)]
+        return [(float(result.loss), float(result.grad_norm)) for result in results]
+
+
+def _left(session: Any, batches: Any) -> None:
+    with session.open_step(batches) as step:
+        model, batch = step.forward(step.microbatches[0])
+        step.backward(model(**batch).loss)
+
+
+def _spoiled(session: Any, batches: Any) -> None:
+    with pytest.raises(NonFiniteLoss):
+        session.step(batches)
+
+
+def _in_one_session(workers: Any, flags: str) -> list[list[tuple[float, float]]]:
+    return [_around(flags, between) for between in (None, _left, _spoiled)]
+
+
+KEEPS_GRADIENTS = [
+    "--zero-3-memory-optimization",
+    "--fsdp-memory-optimization --no-fsdp-reduce-every-micro-batch",
+    "--zero-2-memory-optimization",
+    "--zero-2-memory-optimization --cpu-offload",
+    "--zero-3-memory-optimization --cpu-offload",
+    "--use-distributed-optimizer",
+    "--oss-sdp-memory-optimization",
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("flags", by_default(KEEPS_GRADIENTS[:3], KEEPS_GRADIENTS))
+def test_the_gradients_of_a_step_without_an_update_are_gone(flags: str) -> None:
+    expected, *others = run_in_workers(2, _in_one_session, flags)[0]
+    assert others == [expected, expected]
 
 
 def _share(workers: Any, **flags: int) -> tuple[int, int, float, float]:

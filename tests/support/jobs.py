@@ -169,6 +169,32 @@ class HalfFrozenJob(ClassJob):
         return model
 
 
+class FreezingJob(CausalJob):
+    """Its hooks freeze the first block for two steps, and then the embeddings. The second block has no dropout."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        model.transformer.h[1].mlp.dropout.p = 0.5
+        return model
+
+    def _train(self, part: str, wanted: bool) -> None:
+        for name, parameter in self.model.named_parameters():
+            if part in name:
+                parameter.requires_grad_(wanted)
+
+    def on_train_start(self) -> None:
+        self._train("h.0.", False)
+        self.model.transformer.h[1].eval()
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        super().on_step_end(step, result)
+        if step == 2:
+            self._train("h.0.", True)
+
+    def on_evaluate(self, step: int, metrics: Any) -> None:
+        self._train("wte", False)
+
+
 class UnreachedJob(CausalJob):
     def make(self) -> torch.nn.Module:
         model = super().make()
@@ -196,6 +222,7 @@ class PretrainedMaskedJob(MaskedJob, Pretrainer):
 JOBS: dict[str, type[_Job]] = {"causal": CausalJob, "masked": MaskedJob, "classifier": ClassJob}
 OTHERS: dict[str, type[_Job]] = {
     "deep": DeepJob, "frozen": FrozenJob, "half-frozen": HalfFrozenJob, "wide": WideJob, "unreached": UnreachedJob,
-    "broken": BrokenJob, "pretrained-causal": PretrainedCausalJob, "pretrained-masked": PretrainedMaskedJob,
+    "freezing": FreezingJob, "broken": BrokenJob, "pretrained-causal": PretrainedCausalJob,
+    "pretrained-masked": PretrainedMaskedJob,
 }  # fmt: skip
 """Jobs for single tests. Not every engine is compared on them."""

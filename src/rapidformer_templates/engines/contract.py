@@ -125,6 +125,9 @@ class Engine(Protocol):
     def averaged(self) -> AbstractContextManager[None]:
         """Use the averaged weights, if they are kept, inside the context. Every rank must enter it."""
 
+    def end_forwards(self) -> None:
+        """Free what forwards without a backward have gathered. Hooks get the parameters that are trained again."""
+
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
         """Yield this worker's part of all ``weights``, of the ``optimizer`` state or of the ``gradients``.
 

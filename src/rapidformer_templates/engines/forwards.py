@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import Cache
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.blocks import in_eval_mode
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.process_state import capture, restore
 from rapidformer_templates.system.workers import unexpanded
@@ -156,11 +157,10 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context for forwards that must not affect training. It restores the mode and the random state."""
-    random_state, training = capture(), model.training
-    model.eval()
+    """Context for forwards that must not affect training. It restores the modes and the random state."""
+    random_state = capture()
     try:
-        yield
+        with in_eval_mode(model):
+            yield
     finally:
-        model.train(training)
         restore(*random_state)

@@ -189,7 +189,7 @@ class SingleEngine:
             self.assembly.losses.begin_step(microbatches, self.workers)
         if any(parameter.requires_grad for parameter in self._frozen):
             message = "a parameter that was frozen when the optimizer was built requires a gradient now"
-            hint = "leave it trained in build_model, and freeze it in on_train_start for the first steps"
+            hint = "train it in build_model, and freeze it in on_train_start for the first steps (not under ZeRO)"
             raise RapidformerError(message, where="requires_grad_(True)", hint=hint)
         self.drop()
 
@@ -446,8 +446,12 @@ class SingleEngine:
         try:
             yield
         finally:
+            self.end_forwards()
             if self._weight_average:
                 self._exchange_averages()
+
+    def end_forwards(self) -> None:
+        """Do nothing: this engine gathers nothing."""
 
     def _exchange_averages(self) -> None:
         for group in self.optimizer.param_groups:

@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from rapidformer_templates.models.blocks import in_eval_mode
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _NEW_MODULES: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
@@ -168,14 +170,12 @@ def without_adapters(model: ModelT) -> Iterator[ModelT]:
     peft's own switch also changes ``requires_grad``, which engines have already recorded.
     """
     adapted: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    training = model.training
     for module in adapted:
         module._disable_adapters = True
-    model.eval()
     try:
-        yield model
+        with in_eval_mode(model):
+            yield model
     finally:
-        model.train(training)
         for module in adapted:
             module._disable_adapters = False
 

@@ -269,6 +269,18 @@ def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 @contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Use evaluation mode inside the context. Afterwards each module has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
 def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Replace modules inside the context."""
     before = {name: put(model, name, module) for name, module in modules.items()}

@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 from transformers import PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import first_blocks_only
+from rapidformer_templates.models.blocks import first_blocks_only, in_eval_mode
 from rapidformer_templates.system import accelerator
 
 LENGTH = 4
@@ -197,14 +197,8 @@ def _differ(one: torch.Tensor, other: torch.Tensor, same: float = SAME) -> bool:
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
     """Use evaluation mode inside the context. The random state and each module's mode are restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    with accelerator.without_random_trace(model.parameters()):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+    with accelerator.without_random_trace(model.parameters()), in_eval_mode(model):
+        yield
 
 
 class _Smoothing(TorchFunctionMode):

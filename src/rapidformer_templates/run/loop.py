@@ -345,7 +345,8 @@ class Loop:
         if self.validation and self._evaluated_step != step:
             metrics = self._evaluate(self.validation)
         self._wait_for_save()
-        if self._saved_step != step or (self.checkpoints and self.checkpoints.has_failed):
+        is_saved = self._saved_step == step
+        if not is_saved or (self.checkpoints and (self.checkpoints.has_failed or self.checkpoints.lacks_best)):
             self._compare(saves=True)
             self._save(is_last=True)
         self._wait_for_save(is_last=True)

@@ -67,6 +67,8 @@ class Receipts:
         self._shapes: set[tuple[int, ...]] = set()
         self._tokens = [0, 0]
         self._gradient_elements = 0
+        # A hook may freeze some for the first steps.
+        self._trained = frozenset(id(p) for p in self.engine.model.parameters() if p.requires_grad)
 
     def count(self, microbatches: Sequence[MicroBatch]) -> None:
         """Record the shapes and the padding of a step's batches. This is called in every step."""
@@ -170,12 +172,12 @@ class Receipts:
         trained = {p: local[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
         of_experts = {p: count for p, count in whole.items() if divided_over(p, "experts") > 1}
         elements: Measurements = {
-            "trained_elements": sum(count for p, count in trained.items() if p.requires_grad),
+            "trained_elements": sum(count for p, count in trained.items() if id(p) in self._trained),
             "updated_elements": sum(local_part(p).numel() for g in engine.optimizer.param_groups for p in g["params"]),
             "gradient_elements": self._gradient_elements,
             "divided_elements": sum(count for p, count in whole.items() if local[p] < count),
             "divided_over_experts": sum(of_experts.values()),
-            "trained_over_experts": sum(count for p, count in of_experts.items() if p.requires_grad),
+            "trained_over_experts": sum(count for p, count in of_experts.items() if id(p) in self._trained),
             "largest_parameter": max(whole.values(), default=0),
             "chosen_shapes": self._chosen_shapes,
         }

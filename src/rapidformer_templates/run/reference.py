@@ -151,6 +151,7 @@ class Precomputed:
                 outputs = self.task.reference_of(run.engine.eval_batch, microbatch)
                 if workers.is_replica_leader and not microbatch.idle:
                     logps += zip(microbatch.samples, outputs, strict=True)
+        run.engine.end_forwards()
         everywhere = dict(entry for share in workers.gather(logps) for entry in share)
         return [everywhere[i] for i in range(len(samples))]
 

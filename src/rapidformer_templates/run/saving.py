@@ -55,6 +55,11 @@ class Checkpoints:
         self._saver = AsyncSaver(self._root, run.workers, self._keep) if is_async else None
 
     @property
+    def lacks_best(self) -> bool:
+        """Whether the best evaluation is newer than the last checkpoint."""
+        return self.run.position.best != self._saved_best[0]
+
+    @property
     def is_writing(self) -> bool:
         """Whether this rank is writing a checkpoint in the background."""
         return self._saver is not None and self._saver.busy

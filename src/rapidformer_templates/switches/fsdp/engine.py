@@ -240,6 +240,12 @@ class FSDPEngine(SingleEngine):
     def drop(self) -> None:
         super().drop()
         self._used.clear()
+        for group in self._all_groups():
+            group._partial_reduce_output = None  # sums of earlier micro batches inside a group of workers
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
 
     def _unused_here(self) -> Sequence[int]:
         for parameter in self._whole_parameters:
@@ -313,27 +319,26 @@ class FSDPEngine(SingleEngine):
         """Return torch's ``FSDPParamGroup`` of each unit."""
         return [group for unit in self.model.modules() if isinstance(unit, FSDPModule) for group in _groups(unit)]
 
-    def _reshard(self) -> None:
-        """Free whole parameters that are left from a forward without a backward, such as an evaluation."""
+    def end_forwards(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _exchange_averages(self) -> None:
-        self._reshard()
+        self.end_forwards()
         super()._exchange_averages()
 
     def local_tensors(self) -> dict[str, list[torch.Tensor]]:
-        self._reshard()
+        self.end_forwards()
         return super().local_tensors()
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
         if kind == "weights":
-            self._reshard()
+            self.end_forwards()
         return super().shards(kind)
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
-        self._reshard()
+        self.end_forwards()
         super().load(reader, optimizer=optimizer)
 
 

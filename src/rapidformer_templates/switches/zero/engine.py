@@ -255,6 +255,7 @@ class DeepSpeedEngine(SingleEngine):
 
     def drop(self) -> None:
         super().drop()
+        self._state.drop_gradients()
         self._used: set[int] = set()
 
     def _backward(self, loss: torch.Tensor) -> None:

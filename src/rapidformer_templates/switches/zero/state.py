@@ -121,6 +121,10 @@ class ZeroState(ABC):
         """Discard what DeepSpeed has recorded in a forward without a backward."""
 
     @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget the gradients of backwards without an update, as DeepSpeed does if they overflow."""
+
+    @abstractmethod
     def local_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the tensors that this rank holds: see :meth:`Engine.local_tensors`."""
 
@@ -286,6 +290,17 @@ class FlatGroups(ZeroState):
         by_offset = dict(zip(offsets, gradients, strict=False))
         return {fragment.name: by_offset[fragment.offset].flatten() for fragment in self.fragments[index]}
 
+    def drop_gradients(self) -> None:
+        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+        self.optimizer.zero_grad()
+        self.optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+        if self.optimizer.cpu_offload:
+            self.optimizer.reset_cpu_buffers()
+            return
+        for gradients in (self.optimizer.averaged_gradients, self.optimizer.all_grad_tensors):
+            gradients.update(dict.fromkeys(gradients))
+
     def _copy_to_model(self) -> None:
         self.optimizer.update_lp_params()
 
@@ -357,6 +372,11 @@ class PartitionedParameters(ZeroState):
         from deepspeed.utils import safe_get_local_grad
 
         return {self.names[id(p)]: safe_get_local_grad(p) for p in self.optimizer.fp16_groups[index]}
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad()  # the next gradients replace these
+        if self.optimizer.offload_optimizer:
+            self.optimizer.reset_cpu_buffers()
 
     def forget_forward(self) -> None:
         # DeepSpeed records in which order a step uses parameters, and derives when to release each. From a forward
