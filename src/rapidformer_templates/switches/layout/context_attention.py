@@ -270,7 +270,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Block:
+class _AttentionBlock:
     """A range of this worker's queries, and a range of keys of a worker that they attend to."""
 
     queries: slice
@@ -307,7 +307,7 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _ScoreBlock(_Block):
+class _ScoreBlock(_AttentionBlock):
     """Computes the scores with plain operations, on any device and with any mask."""
 
     mask: torch.Tensor | None
@@ -352,7 +352,7 @@ class _ScoreBlock(_Block):
 
 
 @dataclass(frozen=True)
-class _FusedBlock(_Block):
+class _FusedBlock(_AttentionBlock):
     """Computes in torch's flash kernels, which keep no scores. Without a mask, or causal on the diagonal."""
 
     causal: bool
@@ -416,7 +416,7 @@ def _has_flash_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _blocks(
     query: torch.Tensor, value: torch.Tensor, attention_mask: AttentionMask, rank: int, source: int
-) -> Iterator[_Block]:
+) -> Iterator[_AttentionBlock]:
     """Yield blocks of this worker's queries and the source worker's keys. Plain ones have a range of the queries."""
     causal, scale = attention_mask.causal, attention_mask.scale
     is_fused = attention_mask.mask is None and _has_flash_kernel(query, value)
