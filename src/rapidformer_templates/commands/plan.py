@@ -140,7 +140,7 @@ class PlanFlags:
 
 @dataclass(frozen=True)
 class _Script:
-    """What a plan says about its script: the file, the class of the template, and the hooks that it overrides."""
+    """The file of a script, the class of its template, and the hooks that this class overrides."""
 
     file: str
     template: str
@@ -148,8 +148,8 @@ class _Script:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a command asks to plan.
+class _PlanRequest:
+    """The flags of a plan, and how they are checked.
 
     Attributes:
         place: the workers and their devices.
@@ -165,10 +165,6 @@ class _Asked:
     script: _Script | None = None
     source: ModelSource | None = None
     measure: MeasurePlan | None = None
-
-    @property
-    def has_own_optimizer(self) -> bool:
-        return self.script is not None and "build_optimizer" in self.script.hooks
 
 
 def main(words: Sequence[str]) -> int:
@@ -194,7 +190,7 @@ def main(words: Sequence[str]) -> int:
         template = Trainer([])
         template.config = config
         measure = _engine_measure(template, None, "--engine-memory")
-    return _show(_Asked(config, detected, options, checks, measure=measure))
+    return _show(_PlanRequest(config, detected, options, checks, measure=measure))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -297,12 +293,11 @@ def _plan_script(script: str, words: list[str]) -> int:
     if "build_model" not in overridden_hooks(kind):
         checks.append(check_not_quantized)
     about_script = _Script(script, kind.__name__, overridden_hooks(kind))
-    asked = _Asked(config, detected, options, checks, about_script, source)
-    if source and asked.has_own_optimizer:
-        asked = dataclasses.replace(asked, measure=_engine_measure(template, source, "build_optimizer()"))
-    elif options.engine_memory:
-        asked = dataclasses.replace(asked, measure=_engine_measure(template, source, "--engine-memory"))
-    return _show(asked)
+    has_own_optimizer = source is not None and "build_optimizer" in about_script.hooks
+    measure = None
+    if has_own_optimizer or options.engine_memory:
+        measure = _engine_measure(template, source, "build_optimizer()" if has_own_optimizer else "--engine-memory")
+    return _show(_PlanRequest(config, detected, options, checks, about_script, source, measure))
 
 
 def _engine_measure(template: Template, source: ModelSource | None, where: str) -> MeasurePlan:
@@ -320,36 +315,36 @@ def _engine_measure(template: Template, source: ModelSource | None, where: str) 
     return partial(planned_memory, template, source or FlagModel(template.config), where)
 
 
-def _show(asked: _Asked) -> int:
-    """Resolve, check and print what a command asks for. Return the exit status."""
-    config, options = asked.config, asked.options
+def _show(request: _PlanRequest) -> int:
+    """Resolve, check and print the plan. Return the exit status."""
+    config, options = request.config, request.options
     options.check(config)
     try:
         if config.get("auto_strategy") and not options.yaml:
-            return _search(asked)
-        asked, plan = _resolved(asked)
+            return _search(request)
+        request, plan = _resolved(request)
     except Refused as refused:
         if not options.json:
             raise
         errors = [diagnostic.to_json() for diagnostic in refused.diagnostics]
         print(json.dumps({"ok": False, "errors": errors}, indent=2))
         return refused.exit_status
-    for check in asked.checks:
-        check(asked.config)
+    for check in request.checks:
+        check(request.config)
     if options.yaml:
-        program = f"python {asked.script.file}" if asked.script else "rapidformer"
-        print(f"# {program} --config FILE\n{to_yaml(asked.config)}", end="")
+        program = f"python {request.script.file}" if request.script else "rapidformer"
+        print(f"# {program} --config FILE\n{to_yaml(request.config)}", end="")
     else:
-        _print_plan(asked, plan)
+        _print_plan(request, plan)
     return 0
 
 
-def _search(asked: _Asked) -> int:
+def _search(request: _PlanRequest) -> int:
     """Search for layouts and print them. Return the exit status."""
     from rapidformer_templates.switches.auto_strategy.cluster_sizes import plan_clusters
     from rapidformer_templates.switches.auto_strategy.command import plan_command
 
-    config, place, options, source = asked.config, asked.place, asked.options, asked.source
+    config, place, options, source = request.config, request.place, request.options, request.source
     terms, as_json, cached = options.terms or TrainingTerms(), options.json, options.search_cache
     if options.world_size and len(options.world_size.counts) > 1:
         counts = options.world_size.counts
@@ -358,30 +353,31 @@ def _search(asked: _Asked) -> int:
     return plan_command(config, place, terms, source, as_json=as_json, cached=cached, compared=options.compare)
 
 
-def _resolved(asked: _Asked) -> tuple[_Asked, Plan]:
+def _resolved(request: _PlanRequest) -> tuple[_PlanRequest, Plan]:
     """Resolve the flags, after ``--pipeline-stages auto-memory`` has become numbers."""
-    if asked.config.get("pipeline_stages") == "auto-memory" and not asked.options.yaml:
+    if request.config.get("pipeline_stages") == "auto-memory" and not request.options.yaml:
         from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
 
-        config = with_stages_by_memory(asked.config, asked.place, asked.source)
-        asked = dataclasses.replace(asked, config=config)
-    return asked, _with_notes(resolve(asked.config, asked.place), asked.config)
+        config = with_stages_by_memory(request.config, request.place, request.source)
+        request = dataclasses.replace(request, config=config)
+    return request, _with_notes(resolve(request.config, request.place), request.config)
 
 
-def _print_plan(asked: _Asked, plan: Plan) -> None:
+def _print_plan(request: _PlanRequest, plan: Plan) -> None:
     more: dict[str, object] = {}
     lines = []
-    if asked.script:
-        more["script"] = dataclasses.asdict(asked.script)
-        hooks = ", ".join(asked.script.hooks) or "none"
-        lines.append(f"script: {asked.script.file}: {asked.script.template}, own hooks: {hooks}")
-    if asked.options.terms:
+    if request.script:
+        more["script"] = dataclasses.asdict(request.script)
+        hooks = ", ".join(request.script.hooks) or "none"
+        lines.append(f"script: {request.script.file}: {request.script.template}, own hooks: {hooks}")
+    if request.options.terms:
         from rapidformer_templates.switches.auto_strategy.command import predict_run
 
-        arguments = (plan, asked.config, asked.place, asked.options.terms, asked.source, asked.measure)
-        more["prediction"], predicted = predict_run(*arguments, own_optimizer=asked.has_own_optimizer)
+        own = request.script is not None and "build_optimizer" in request.script.hooks
+        arguments = (plan, request.config, request.place, request.options.terms, request.source, request.measure)
+        more["prediction"], predicted = predict_run(*arguments, own_optimizer=own)
         lines += predicted
-    if asked.options.json:
+    if request.options.json:
         print(json.dumps({"ok": True, "plan": plan.to_json(), **more}, indent=2))
     else:
         show_plan(plan)

@@ -17,7 +17,7 @@ import torch
 
 from rapidformer_templates.data.finetuning.tables import DataPart, LoadedDataset
 from rapidformer_templates.data.generation import Generation
-from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, on_device, processes_of, sample_lengths
+from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, on_device, sample_lengths
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.types import Batch, Data, SampleSet, kind_of
 from rapidformer_templates.engines.contract import Engine
@@ -116,9 +116,8 @@ class Evaluator:
             on_host.append(microbatch.batch)
             return run.with_target_count(microbatch, self._samples_name)
 
-        workers, pin = processes_of(run.config.data, run.workers.device)
-        batches = load(self.samples, run.data, self._requests, workers=workers, pin_memory=pin)
-        for microbatch in on_device(map(prepared, batches), run.workers.device, ahead=1):
+        batches = map(prepared, run.load(self.samples, self._requests))
+        for microbatch in on_device(batches, run.workers.device, ahead=1):
             run.watch.enter(EVALUATION, run.position.step)
             yield microbatch, on_host.popleft()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from rapidformer_templates.data.loader import MicroBatch, load, on_device, processes_of, train_requests
+from rapidformer_templates.data.loader import MicroBatch, on_device, train_requests
 from rapidformer_templates.data.order import Stream
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.forwards import evaluating
@@ -178,9 +178,8 @@ class Loop:
             data_size=sizes.data,
             accumulation=sizes.accumulation,
         )
-        workers, pin = processes_of(run.config.data, run.workers.device)
         assert run.data.train is not None
-        batches = load(run.data.train, run.data, requests, workers=workers, pin_memory=pin)
+        batches = run.load(run.data.train, requests)
         if run.config.launch.min_workers is not None:
             batches = self._with_random_keys(batches)
         # The host counts targets before a batch moves to the device. The batches of the next step are copied while

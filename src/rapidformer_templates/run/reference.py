@@ -21,7 +21,7 @@ from torch import nn
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.tables import part_name
-from rapidformer_templates.data.loader import eval_requests, load, on_device, processes_of
+from rapidformer_templates.data.loader import eval_requests, on_device
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.preference import Preference
 from rapidformer_templates.engines.forwards import evaluating
@@ -143,11 +143,9 @@ class Precomputed:
             samples.lengths, len(samples), 0, rank=workers.data_rank, data_size=sizes.data,
             micro_batch=sizes.micro_batch,
         )  # fmt: skip
-        processes, pin = processes_of(run.config.data, workers.device)
-        batches = load(samples, run.data, requests, workers=processes, pin_memory=pin)
         logps: list[tuple[int, list[float]]] = []
         with evaluating(run.engine.model):
-            for microbatch in on_device(batches, workers.device, ahead=1):
+            for microbatch in on_device(run.load(samples, requests), workers.device, ahead=1):
                 outputs = self.task.reference_of(run.engine.eval_batch, microbatch)
                 if workers.is_replica_leader and not microbatch.idle:
                     logps += zip(microbatch.samples, outputs, strict=True)

@@ -6,17 +6,17 @@ A run begins with a :class:`Template`, and :class:`Position` is its progress.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypedDict
 
 from torch import nn
 
 from rapidformer_templates.data.fingerprints import Fingerprint
-from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.data.order import Order
+from rapidformer_templates.data.loader import MicroBatch, load, processes_of
+from rapidformer_templates.data.order import BatchRequest, Order
 from rapidformer_templates.data.tasks import Task
-from rapidformer_templates.data.types import Bookmark, Data
+from rapidformer_templates.data.types import Bookmark, Data, Endless, SampleSet
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.recipe import GroupOptions, undecayed
 from rapidformer_templates.planning.config import RunConfig
@@ -176,6 +176,11 @@ class Run:
         values["samples"] = sum(m.sample_count for m in counting)
         values["tokens"] = sum(m.tokens for m in counting)
         return dict(zip(values, self.workers.sum(*values.values()), strict=True))
+
+    def load(self, samples: SampleSet | Endless, requests: Iterable[BatchRequest]) -> Iterator[MicroBatch]:
+        """Return micro batches on the host. Loader processes make them, as the flags or the device ask for."""
+        workers, pin_memory = processes_of(self.config.data, self.workers.device)
+        return load(samples, self.data, requests, workers=workers, pin_memory=pin_memory)
 
     def with_target_count(self, microbatch: MicroBatch, name: str = "training samples") -> MicroBatch:
         """Record what the host must know about a micro batch (targets, size, masks) before it moves to the device.

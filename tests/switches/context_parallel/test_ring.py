@@ -27,7 +27,7 @@ class Case(NamedTuple):
 CASES = {
     "causal": Case(),
     "every token": Case(causal=False),
-    "a head of its own for each query": Case(key_heads=HEADS, length=8),
+    "as many key heads": Case(key_heads=HEADS, length=8),
     "a part without tokens": Case(length=3),
     "padding": Case(causal=False, mask="bool"),
     "numbers": Case(causal=False, mask="float"),

@@ -240,7 +240,7 @@ class FSDPEngine(SingleEngine):
     def drop(self) -> None:
         super().drop()
         self._used.clear()
-        for group in self._all_groups():
+        for group in self._all_groups:
             group._partial_reduce_output = None  # sums of earlier micro batches inside a group of workers
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
@@ -256,7 +256,7 @@ class FSDPEngine(SingleEngine):
         return [index for index, p in enumerate(self._parameters) if id(p) not in self._used]
 
     def _parameters_in_graph(self) -> Iterable[torch.Tensor]:
-        sharded = [p for group in self._all_groups() for p in group.fsdp_params]
+        sharded = [p for group in self._all_groups for p in group.fsdp_params]
         return [*self.model.parameters(), *(p.unsharded_param for p in sharded if hasattr(p, "_unsharded_param"))]
 
     def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
@@ -296,7 +296,7 @@ class FSDPEngine(SingleEngine):
     def _measure_first_backward(self) -> None:
         parameters = list(self.model.parameters())
         sizes = [(p.numel(), _has_mesh_dimension(p, SHARDS)) for p in parameters]
-        groups = self._all_groups()
+        groups = self._all_groups
         # None means no cast: gradients are summed in their own type, which is the compute type.
         types = {group._reduce_dtype or self.compute_type or group._orig_dtype for group in groups}
         self.receipts["parameter_bytes_in_backward"] = bytes_by_kind({"parameters": parameters})["parameters"]
@@ -308,13 +308,14 @@ class FSDPEngine(SingleEngine):
     def _measure_gradients(self) -> None:
         """Count the elements of whole gradients that earlier micro batches of the first step have left."""
         found = 0
-        for parameter in (parameter for group in self._all_groups() for parameter in group.fsdp_params):
+        for parameter in (parameter for group in self._all_groups for parameter in group.fsdp_params):
             kept = parameter.unsharded_accumulated_grad  # a sum in another type than the gradients
             if kept is None and hasattr(parameter, "_unsharded_param"):
                 kept = parameter.unsharded_param.grad
             found += 0 if kept is None else kept.numel()
         self.receipts["whole_gradients_between"] = found
 
+    @cached_property
     def _all_groups(self) -> list[Any]:
         """Return torch's ``FSDPParamGroup`` of each unit."""
         return [group for unit in self.model.modules() if isinstance(unit, FSDPModule) for group in _groups(unit)]

@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -235,13 +235,15 @@ class _Ring(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             for source, (keys, values) in _rotate(peers, (key, value)):
                 for block in _blocks(query, value, attention_mask, peers.rank, source):
-                    of_block, logarithms = block.attend(query, keys, values)
-                    before = sums[:, :, block.queries]
+                    mine, theirs = block.queries, block.keys
+                    inputs = query[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
+                    of_block, logarithms = block.kernel.attend(*inputs)
+                    before = sums[:, :, mine]
                     together = torch.logaddexp(before, logarithms)
                     finite = together.masked_fill(together == -torch.inf, 0.0)  # rows that attend to nothing yet
                     earlier, share = ((part - finite).exp().unsqueeze(-1) for part in (before, logarithms))
-                    output[:, :, block.queries] = output[:, :, block.queries] * earlier + of_block * share
-                    sums[:, :, block.queries] = together
+                    output[:, :, mine] = output[:, :, mine] * earlier + of_block * share
+                    sums[:, :, mine] = together
         ctx.attention_mask, ctx.peers = attention_mask, peers
         result = output.to(value.dtype)
         ctx.save_for_backward(query, key, value, result, sums)
@@ -257,10 +259,13 @@ class _Ring(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             for source, (keys, values, of_keys, of_values) in _rotate(peers, travelling):
                 for block in _blocks(query, value, attention_mask, peers.rank, source):
-                    found = block.gradients(gradient, query, keys, values, output, sums)
-                    of_query[:, :, block.queries] += found[0]
-                    of_keys[:, :, block.keys] += found[1]
-                    of_values[:, :, block.keys] += found[2]
+                    mine, theirs = block.queries, block.keys
+                    inputs = query[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
+                    results = (each[:, :, mine] for each in (gradient, output, sums))
+                    found = block.kernel.gradients(*results, *inputs)
+                    of_query[:, :, mine] += found[0]
+                    of_keys[:, :, theirs] += found[1]
+                    of_values[:, :, theirs] += found[2]
         of_key, of_value = travelling[2].to(key.dtype), travelling[3].to(value.dtype)
         return of_query.to(query.dtype), of_key, of_value, None, None
 
@@ -270,80 +275,45 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _AttentionBlock:
-    """A range of this worker's queries, and a range of keys of a worker that they attend to."""
+class _Scores:
+    """Attention by plain operations, which keep all scores of a block: on any device and with any mask."""
 
-    queries: slice
-    keys: slice
     scale: float
-
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of this range of queries for these keys alone, and the logarithms of its sums of weights.
-
-        Args:
-            query: all queries of this worker.
-            keys: all keys of a worker. ``values`` are its values.
-        """
-        raise NotImplementedError
-
-    def gradients(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-        sums: torch.Tensor,
-    ) -> Gradients:
-        """Return the gradients of this range of queries, and of these keys and values.
-
-        Args:
-            gradient: gradient of ``output``, the whole result for the queries.
-            sums: logarithms of the sums of weights over all keys.
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _ScoreBlock(_AttentionBlock):
-    """Computes the scores with plain operations, on any device and with any mask."""
-
     mask: torch.Tensor | None
 
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self._scores(_by_keys(query, keys), keys)
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output of the queries for these keys alone, and the logarithms of its sums of weights."""
+        scores = self._scores(query, key)
         logarithms = scores.logsumexp(-1)
         finite = logarithms.masked_fill(logarithms == -torch.inf, 0.0)
-        weights = (scores - finite.unsqueeze(-1)).exp().to(values.dtype)
-        return (weights @ values[:, :, None, self.keys]).flatten(1, 2), logarithms.flatten(1, 2)
+        weights = (scores - finite.unsqueeze(-1)).exp().to(value.dtype)
+        return (weights @ value[:, :, None]).flatten(1, 2), logarithms.flatten(1, 2)
 
     def gradients(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-        sums: torch.Tensor,
+        self, gradient: torch.Tensor, output: torch.Tensor, sums: torch.Tensor, *inputs: torch.Tensor
     ) -> Gradients:
-        groups, outgoing = _by_keys(query, keys), _by_keys(gradient, keys)[..., self.queries, :]
-        inner = (outgoing.to(sums.dtype) * _by_keys(output, keys)[..., self.queries, :]).sum(-1, keepdim=True)
-        weights = (self._scores(groups, keys) - _by_keys(sums, keys)[..., self.queries, None]).exp()
-        slope = (outgoing @ values[:, :, None, self.keys].mT).to(sums.dtype) - inner
-        slope = (weights * slope * self.scale).to(keys.dtype)
-        of_keys = (slope.mT @ groups[..., self.queries, :]).sum(2)
-        of_values = (weights.to(values.dtype).mT @ outgoing).sum(2)
-        return (slope @ keys[:, :, None, self.keys]).flatten(1, 2), of_keys, of_values
+        """Return the gradients of queries, keys and values.
 
-    def _scores(self, groups: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        Args:
+            gradient: gradient of ``output``, the result of the queries for all keys.
+            sums: logarithms of the sums of weights over all keys.
+            inputs: queries, keys and values.
+        """
+        query, key, value = inputs
+        outgoing = _by_keys(gradient, key)
+        inner = (outgoing.to(sums.dtype) * _by_keys(output, key)).sum(-1, keepdim=True)
+        weights = (self._scores(query, key) - _by_keys(sums, key).unsqueeze(-1)).exp()
+        slope = (outgoing @ value[:, :, None].mT).to(sums.dtype) - inner
+        slope = (weights * slope * self.scale).to(key.dtype)
+        of_key = (slope.mT @ _by_keys(query, key)).sum(2)
+        of_value = (weights.to(value.dtype).mT @ outgoing).sum(2)
+        return (slope @ key[:, :, None]).flatten(1, 2), of_key, of_value
+
+    def _scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return scores of shape (samples, key heads, query heads per key head, queries, keys)."""
         # Compute in 32 bits, as a fused kernel accumulates. 16-bit scores would be less exact.
-        wide = torch.promote_types(groups.dtype, torch.float32)
-        scores = groups[..., self.queries, :].to(wide) @ keys[:, :, None, self.keys].to(wide).mT * self.scale
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores = _by_keys(query, key).to(wide) @ key[:, :, None].to(wide).mT * self.scale
         if self.mask is None:
             return scores
         if self.mask.dtype == torch.bool:
@@ -352,52 +322,49 @@ class _ScoreBlock(_AttentionBlock):
 
 
 @dataclass(frozen=True)
-class _FusedBlock(_AttentionBlock):
-    """Computes in torch's flash kernels, which keep no scores. Without a mask, or causal on the diagonal."""
+class _FlashKernel:
+    """Attention by torch's flash kernels, which keep no scores: without a mask, or causal. See :class:`_Scores`."""
 
+    scale: float
     causal: bool
 
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = self._inputs(query, keys, values)
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         is_on_host = query.device.type == "cpu"
         forward = torch.ops.aten._scaled_dot_product_flash_attention
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu if is_on_host else forward
-        output, logarithms, *_ = forward(*inputs, 0.0, self.causal, scale=self.scale)
+        output, logarithms, *_ = forward(*_repeated(query, key, value), 0.0, self.causal, scale=self.scale)
         return output, logarithms
 
     def gradients(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-        sums: torch.Tensor,
+        self, gradient: torch.Tensor, output: torch.Tensor, sums: torch.Tensor, *inputs: torch.Tensor
     ) -> Gradients:
-        gradient, output, sums = (each[:, :, self.queries].contiguous() for each in (gradient, output, sums))
-        inputs = self._inputs(query, keys, values)
+        query, key, value = inputs
+        arguments = [gradient.contiguous(), *_repeated(query, key, value), output.contiguous(), sums.contiguous()]
         if query.device.type == "cpu":
             backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-            found = backward(gradient, *inputs, output, sums, 0.0, self.causal, scale=self.scale)
+            found = backward(*arguments, 0.0, self.causal, scale=self.scale)
         else:
-            lengths = inputs[0].shape[TOKENS], inputs[1].shape[TOKENS]
-            no_seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # there is no dropout
             backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-            ends = None, None, *lengths  # all sequences have these lengths
-            found = backward(
-                gradient, *inputs, output, sums, *ends, 0.0, self.causal, no_seed, no_seed, scale=self.scale
-            )
-        of_queries, *others = found
-        of_keys, of_values = (_by_keys(each, keys).sum(2) for each in others)
-        return of_queries, of_keys, of_values
+            ends = None, None, query.shape[TOKENS], key.shape[TOKENS]  # all sequences have these lengths
+            no_seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # there is no dropout
+            found = backward(*arguments, *ends, 0.0, self.causal, no_seed, no_seed, scale=self.scale)
+        of_query, *others = found
+        of_key, of_value = (_by_keys(each, key).sum(2) for each in others)
+        return of_query, of_key, of_value
 
-    def _inputs(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Gradients:
-        """Return the queries, keys and values of this block, with one key head for each query head."""
-        repeats = query.shape[HEADS] // keys.shape[HEADS]
-        key, value = (each[:, :, self.keys].repeat_interleave(repeats, HEADS) for each in (keys, values))
-        return query[:, :, self.queries].contiguous(), key, value
+
+class _Ranges(NamedTuple):
+    """A range of this worker's queries, a range of keys of a worker that they attend to, and how to compute it."""
+
+    queries: slice
+    keys: slice
+    kernel: _Scores | _FlashKernel
+
+
+def _repeated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Gradients:
+    """Return queries, keys and values with one key head for each query head."""
+    repeats = query.shape[HEADS] // key.shape[HEADS]
+    return query.contiguous(), key.repeat_interleave(repeats, HEADS), value.repeat_interleave(repeats, HEADS)
 
 
 def _by_keys(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -416,7 +383,7 @@ def _has_flash_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _blocks(
     query: torch.Tensor, value: torch.Tensor, attention_mask: AttentionMask, rank: int, source: int
-) -> Iterator[_AttentionBlock]:
+) -> Iterator[_Ranges]:
     """Yield blocks of this worker's queries and the source worker's keys. Plain ones have a range of the queries."""
     causal, scale = attention_mask.causal, attention_mask.scale
     is_fused = attention_mask.mask is None and _has_flash_kernel(query, value)
@@ -427,7 +394,7 @@ def _blocks(
             keys = slice(key_offset, key_offset + last - first)
             if is_fused:  # intervals are equal, or one is before the other
                 queries = slice(query_offset, query_offset + end - begin)
-                yield _FusedBlock(queries, keys, scale, causal and first == begin)
+                yield _Ranges(queries, keys, _FlashKernel(scale, causal and first == begin))
                 continue
             step = max(1, AT_ONCE // (last - first))
             for low in range(begin, end, step):
@@ -436,7 +403,7 @@ def _blocks(
                     continue
                 mask = _mask(query, value, attention_mask, (low, high), (first, last))
                 queries = slice(query_offset + low - begin, query_offset + high - begin)
-                yield _ScoreBlock(queries, keys, scale, mask)
+                yield _Ranges(queries, keys, _Scores(scale, mask))
 
 
 def _mask(

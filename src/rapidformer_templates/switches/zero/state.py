@@ -299,7 +299,8 @@ class FlatGroups(ZeroState):
             self.optimizer.reset_cpu_buffers()
             return
         for gradients in (self.optimizer.averaged_gradients, self.optimizer.all_grad_tensors):
-            gradients.update(dict.fromkeys(gradients))
+            for group in gradients:
+                gradients[group] = None
 
     def _copy_to_model(self) -> None:
         self.optimizer.update_lp_params()
