@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from rapidformer_templates import Trainer
+from rapidformer_templates import Pretrainer, Trainer
 from rapidformer_templates.commands.main import main
 from tests.support.messages import Says
 from tests.support.preference_runs import judged, pairs, pretrained, scored, words
@@ -154,6 +154,19 @@ def test_a_folder_from_elsewhere(tmp_path: Path, capsys: Any, bert_folder: Path,
         says.command(f"evaluate {model} {' '.join(data)} {given}")
 
 
+@pytest.mark.slow
+def test_the_training_part_has_no_rows_that_were_held_out(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", ROWS["one label"])
+    flags = f"{FLAGS} --task {TASKS['one label']} --tokenizer-path {bert_folder} --max-train-samples 15"
+    Trainer(f"{flags} --data-dir {tmp_path} --save {tmp_path}/run".split()).fit()
+    run, rows = str(tmp_path / "run"), tmp_path / "other/rows.jsonl"
+    rows.parent.mkdir()
+    assert main(["predict", run, "--part", "train", "--output", str(rows)]) == 0
+    assert len(rows.read_text().splitlines()) == 15
+    named = evaluate(capsys, run, "--data-dir", rows.parent, "--data-name", "rows.jsonl")
+    alike(evaluate(capsys, run, "--part", "train"), named, "the rows of predict")
+
+
 def evaluate_with_bar(workers: Any, words: list[str]) -> tuple[int, int, bool]:
     """Return the total of the progress bar, what it has reached, and whether it is shown."""
     with mock.patch("rapidformer_templates.run.fit.ProgressBar") as bar:
@@ -223,6 +236,9 @@ def test_pretraining(tmp_path: Path, capsys: Any, gpt_folder: Path, says: Says) 
         alike(evaluate(capsys, run, *given), same, "the same part")
     alike(evaluate(capsys, run, "--split", "60,0,40", "--part", "test"), last, "in the corpus of the run")
     says.command(f"evaluate {run} --data-path {corpus} --split 60,40,0 --part test")
+    apart = flags.replace(f"{tmp_path}/run", f"{tmp_path}/apart").split()
+    wanted_apart = Pretrainer([*apart, "--data-iterator", "dynamic-shape"]).fit()["metrics"]
+    alike(evaluate(capsys, f"{tmp_path}/apart"), wanted_apart, "documents")
     whole = evaluate(capsys, run, "--data-path", str(corpus))
     assert whole.keys() == wanted.keys()
     assert whole != wanted

@@ -29,8 +29,10 @@ from rapidformer_templates.run import push_to_hub
 from rapidformer_templates.run.saved_model import find_saved
 from tests.support.hub_server import DATA, MODEL, TOKEN, Hub, model_files, using_hub
 from tests.support.messages import Says
+from tests.support.preference_runs import pairs, pretrained
 from tests.support.saved_models import open_saved
 from tests.support.selection import by_default
+from tests.support.texts import write_jsonl
 from tests.support.worker_pool import run_in_workers
 
 RUN = f"--task sequence_classification --pretrained-model-name-or-path {MODEL} --data-name {DATA} --lr 1e-3"
@@ -123,6 +125,28 @@ def test_revision_chooses_a_branch_a_tag_or_a_commit(hub: Hub, model: dict[str, 
     for revision in ("v1", "branch", commit):
         assert "48" in (model_folder(MODEL, revision, "config", flag="") / "config.json").read_text()
     assert "48" not in (model_folder(MODEL, None, "config", flag="") / "config.json").read_text()
+
+
+@pytest.mark.slow
+def test_an_evaluation_has_the_splits_and_the_reference_of_the_run(
+    hub: Hub, gpt_folder: Path, model: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def same(*flags: str) -> None:
+        run = str(tmp_path / flags[1])
+        assert main([*flags, "--save", run, *STEPS.split(), "--lr", "1e-3", "--eval-interval", "2"]) == 0
+        capsys.readouterr()
+        assert main(["evaluate", run, "--json"]) == 0
+        metrics = json.loads((tmp_path / flags[1] / "summary.json").read_text())["metrics"]
+        assert json.loads(capsys.readouterr().out) == pytest.approx(metrics, rel=1e-5)
+
+    same(*RUN.split(), "--data-config", "chosen", "--data-split", "test_sft,train_sft")
+    repository = hub.repository("models/someone/gpt")
+    for layers, name in enumerate(("main", "v1"), start=1):
+        folder = pretrained(tmp_path / name, gpt_folder, layers)
+        repository.commit({file.name: file.read_bytes() for file in folder.iterdir()}, name)
+    write_jsonl(tmp_path / "pairs.jsonl", pairs())
+    begin = ("--pretrained-model-name-or-path", "someone/gpt", "--revision", "v1", "--seq-length", "48")
+    same("--task", "preference", *begin, "--data-dir", str(tmp_path), "--data-name", "pairs")
 
 
 @pytest.mark.longer

@@ -80,26 +80,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     script: str | None = values.pop("user_script", None)
     part: str | None = values.pop("part", None)
     as_json: bool = values.pop("json", False)
-    names_data = any(name in values for name in saved_model.WHERE)
-    own_data = not names_data and part in (None, "validation")
-    metric_hooks = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
-    if metric_hooks and script is None and "task" not in values:
-        message = f"the run's script has its own {metric_hooks[0]}, which only the script knows"
-        hint = "give --user-script; --task NAME with --data-dir and --data-name uses the metrics of a task"
-        raise ConfigError(message, where=str(saved.run), hint=hint)
-    of_a_run: saved_model.Values = {"no_save": True, "lr": 0.0, "train_iters": 1}
-    if "data_path" in values and "split" not in values:
-        of_a_run["split"] = "0,1,0"
-    of_the_place = [place for name, place in WITHIN.items() if name in values and place not in values]
-    of_its_data = saved_model.OF_ITS_DATA if own_data else of_the_place if names_data else saved_model.WHERE
+    of_its_data = _of_its_data(values, part)
+    is_validation = of_its_data is saved_model.OF_ITS_DATA
+    if script is None and "task" not in values:
+        _check_metrics(saved)
+    of_a_run: saved_model.Values = {"no_save": True, "lr": 0.0, "train_iters": 1, **_whole(values)}
     if not script:
         # The flags of the evaluation, as the configuration of a run that does not train.
-        config = saved.config((*saved_model.OF_THE_RUN, *of_its_data), **{**of_a_run, **values})
+        config = saved.config((*_of_the_run(saved, values), *of_its_data), **{**of_a_run, **values})
         if not config.data.is_named:
             hint = "name data with --data-dir and --data-name"
             raise ConfigError("no data is named, and there is no run to take it from", where="--data-dir", hint=hint)
-        _check_files(config, part, own_data=own_data)
+        _check_files(config, part, is_validation=is_validation)
 
+    from rapidformer_templates.pretrainer import Pretrainer
     from rapidformer_templates.run.fit import evaluate
     from rapidformer_templates.trainer import Trainer
 
@@ -107,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         left_out = {"global_batch_size", "evaluate_test", *saved_model.OF_ITS_DATA}.difference(of_its_data)
         template = saved_model.template_of_script(script, saved, left_out, values, **of_a_run)
     else:
-        template = Trainer([])
+        template = Pretrainer([]) if config.training.task == "pretraining" else Trainer([])
         template.set_config(config)
-    if template.reads_task_data and not own_data:
+    if template.reads_task_data and not is_validation:
         decisions = saved.decisions(template.config.training.task)
         template.task.load_label_state(decisions, part and PART_NAMES[part])
 
@@ -126,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             template,
             reference,
             test=part == TEST and not template.reads_task_data,
-            limit=saved.evaluated_samples if own_data else None,
+            limit=saved.evaluated_samples if is_validation else None,
             weights=weights,
         )
         _show(saved, metrics, as_json=as_json, is_run=script is not None)
@@ -137,8 +131,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _check_files(config: RunConfig, part: str | None, *, own_data: bool) -> None:
+def _check_metrics(saved: SavedModel) -> None:
+    """Check that the metrics of the run are those of its task.
+
+    Raises:
+        ConfigError: the script of the run has its own.
+    """
+    if hooks := [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]:
+        message = f"the run's script has its own {hooks[0]}, which only the script knows"
+        hint = "give --user-script; --task NAME with --data-dir and --data-name uses the metrics of a task"
+        raise ConfigError(message, where=str(saved.run), hint=hint)
+
+
+def _of_the_run(saved: SavedModel, values: saved_model.Values) -> list[str]:
+    """Return the flags of the run on which its metrics depend. Only pretraining on documents needs dynamic shapes."""
+    task = values.get("task", saved.values.get("task", (None,))[0])
+    return [name for name in saved_model.OF_THE_RUN if name != "data_iterator" or task == "pretraining"]
+
+
+def _names_data(values: saved_model.Values) -> bool:
+    return any(name in values for name in saved_model.WHERE)
+
+
+def _whole(values: saved_model.Values) -> saved_model.Values:
+    """Return the flags with which other data are evaluated whole."""
+    if not _names_data(values):
+        return {}
+    shares = {"split": "0,1,0"} if "data_path" in values and "split" not in values else {}
+    return {"validation_fraction": 0.0, **shares}
+
+
+def _of_its_data(values: saved_model.Values, part: str | None) -> Sequence[str]:
+    """Return the flags of the run that select the data, which are fewer if the command line names other data."""
+    if _names_data(values):
+        return [place for name, place in WITHIN.items() if name in values and place not in values]
+    return saved_model.OF_ITS_DATA if part in (None, "validation") else saved_model.OF_ITS_PARTS
+
+
+def _check_files(config: RunConfig, part: str | None, *, is_validation: bool) -> None:
     """Check that the model and the data exist. This needs no torch.
+
+    Args:
+        is_validation: whether the validation part of the run itself is evaluated.
 
     Raises:
         RapidformerError: the mistakes.
@@ -151,7 +185,7 @@ def _check_files(config: RunConfig, part: str | None, *, own_data: bool) -> None
             check_text_paths(data.data_path or ())
         elif not data.streaming:
             for flags in flags_of_sets(data):
-                if own_data:
+                if is_validation:
                     locate(flags)
                 else:
                     locate_part(flags, part and PART_NAMES[part])
@@ -175,7 +209,8 @@ def _reference(saved: SavedModel, template: Trainer) -> Callable[[], nn.Module] 
 
     # --base names the base of the run's adapters. With adapters, the run began with their base.
     begun = template.config.model.base or start[0]
-    config = template.config.replace(start[1], pretrained_model_name_or_path=begun, base=None)
+    revision, _ = saved.values.get("revision", (None, "")) if begun == start[0] else (None, "")
+    config = template.config.replace(start[1], pretrained_model_name_or_path=begun, revision=revision, base=None)
     return lambda: load_task(config).build_model()
 
 

@@ -52,7 +52,7 @@ OF_THE_RUN = (
     *("loss_on", "pack_sequences", "skip_bad_lines", "text_unit", "keep_documents_apart", "mask_prob"),
     *("whole_word_mask", "mean_span_length", "sentence_pairs", "short_seq_prob", "data_impl", "data_cache_dir"),
     *("preference_loss", "preference_beta", "simpo_gamma", "kto_desirable_weight", "kto_undesirable_weight"),
-    *("mixed_precision", "seed", "micro_batch_size", "label_smoothing"),
+    *("mixed_precision", "seed", "micro_batch_size", "label_smoothing", "data_iterator"),
 )
 """Flags of the run on which its metrics depend."""
 
@@ -60,10 +60,10 @@ OF_THE_RUN = (
 WHERE = ("data_dir", "data_name", "data_path", "split")
 """Flags that name data other than the run's."""
 
-OF_ITS_DATA = (
-    *(*WHERE, "validation_fraction", "max_train_samples", "max_eval_samples"),
-    *("streaming", "shuffle_buffer", "eval_data_name"),
-)
+OF_ITS_PARTS = (*WHERE, "data_config", "data_split", "validation_fraction", "max_train_samples")
+"""Flags of the run that select its data and divide them into parts."""
+
+OF_ITS_DATA = (*OF_ITS_PARTS, "max_eval_samples", "streaming", "shuffle_buffer", "eval_data_name")
 """Flags of the run that select its validation data."""
 
 

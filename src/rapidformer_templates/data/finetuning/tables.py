@@ -180,13 +180,7 @@ def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableR
     train, valid = parts["train"], parts.get("valid")
     held_out = stream is None and valid is None and flags.validation_fraction > 0
     if held_out:
-        if flags.validation_fraction >= 1 or len(train) < 2:
-            message = f"nothing is left to train on when {flags.validation_fraction:g} of {len(train)} rows is held out"
-            raise DataError(message, where="--validation-fraction", hint="hold out less, or 0 for no validation")
-        shuffled = np.random.default_rng(config.training.seed).permutation(len(train))
-        is_held_out = np.zeros(len(train), dtype=bool)
-        is_held_out[shuffled[: locating.held_out_rows(len(train), flags.validation_fraction)]] = True
-        train, valid = train.select(np.flatnonzero(~is_held_out)), train.select(np.flatnonzero(is_held_out))
+        train, valid = _hold_out(train, config)
     return LoadedDataset(
         train=_first(train, flags.max_train_samples) if stream is None else train,
         valid=valid and _first(valid, flags.max_eval_samples),
@@ -197,13 +191,29 @@ def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableR
     )
 
 
+def _hold_out(rows: DataPart, config: RunConfig) -> tuple[DataPart, DataPart]:
+    """Return the rows to train on, and a share of random rows for validation.
+
+    Raises:
+        DataError: none is left to train on.
+    """
+    fraction = config.data.validation_fraction
+    if fraction >= 1 or len(rows) < 2:
+        message = f"nothing is left to train on when {fraction:g} of {len(rows)} rows is held out"
+        raise DataError(message, where="--validation-fraction", hint="hold out less, or 0 for no validation")
+    shuffled = np.random.default_rng(config.training.seed).permutation(len(rows))
+    is_held_out = np.zeros(len(rows), dtype=bool)
+    is_held_out[shuffled[: locating.held_out_rows(len(rows), fraction)]] = True
+    return rows.select(np.flatnonzero(~is_held_out)), rows.select(np.flatnonzero(is_held_out))
+
+
 def read_part(
     config: RunConfig, name: str | None, bad: BadLines | None = None, usable: UsableRows = all_rows
 ) -> LoadedDataset:
     """Read one part of a data set to evaluate. It is ``train``, too, because columns are searched there.
 
     Args:
-        name: see :func:`locate_part`.
+        name: see :func:`locate_part`. The training part leaves out the rows that the flags hold out for validation.
         bad: receives the lines and rows that cannot be used.
 
     Raises:
@@ -213,6 +223,10 @@ def read_part(
     bad = BadLines(skip=config.data.skip_bad_lines) if bad is None else bad
     part = _usable(_read_part(*locating.locate_part(config.data, name), bad), bad, usable)
     bad.raise_all()
+    if name == "train":
+        if "valid" not in locating.locate(config.data, read=()).parts and config.data.validation_fraction > 0:
+            part, _ = _hold_out(part, config)
+        part = _first(part, config.data.max_train_samples)
     part = _first(part, config.data.max_eval_samples)
     return LoadedDataset(train=part, valid=part)
 
