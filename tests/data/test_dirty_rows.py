@@ -53,6 +53,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "dpo": SAY,
     "kto": {"prompt": "say", "completion": " a", "label": "true"},
     "rewards": SAY,
+    "talks": {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": [TALK[1] | {"content": "a dog"}]},
+    "graded talks": {"prompt": TALK[:1], "completion": TALK[1:], "label": "true"},
 }
 CASES: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     # name: (task, flags, changes of a good row)
@@ -72,6 +74,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     "dpo": ("preference", {}, [{"chosen": " the house"}]),
     "kto": ("preference", {"preference_loss": "kto"}, [{"label": ""}, {"completion": ""}]),
     "rewards": ("reward", {}, [{"rejected": " a dog"}]),
+    "talks": ("preference", {}, [{"rejected": TALK[:1]}]),
+    "graded talks": ("preference", {"preference_loss": "kto"}, [{"completion": TALK[:1]}]),
 }  # fmt: skip
 
 
@@ -80,7 +84,7 @@ def test_every_task_reports_or_leaves_out_all_bad_rows(case: str, load: Load, sa
     (task, flags, changes), good = CASES[case], GOOD[case]
     bad = [good | change for change in changes]
     other = {**good, "label": "y"} if good.get("label") == "x" else good
-    valid = [good, bad[0]] if case != "kto" else []
+    valid = [good, bad[0]] if "kto" not in flags.values() else []
     with says(DataError):
         load(task, [good, other, *bad, good, other], valid, **flags, seq_length=24).build_data()
     skipping = load(task, **flags, seq_length=24, skip_bad_lines=True)

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from rapidformer_templates.data.finetuning.chat_samples import added_tokens, once
 from rapidformer_templates.data.streaming import StreamedSamples
 from rapidformer_templates.data.tasks import Task
+from rapidformer_templates.data.tasks.base import tokenized
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.planning.config import RunConfig, field_types, value_kind
 from rapidformer_templates.planning.flags import TrainingFlags
@@ -201,6 +202,12 @@ def test_which_tokens_are_added_and_which_remain(tokenizer_folder: Path, bert_fo
     ):
         assert text[once(text, added)] == kept
     assert [7, 7][once([7, 7], ([7], [7]))] == [7, 7]  # an empty text between two added tokens
+
+
+def test_an_empty_second_text_keeps_its_separator(load: Load, bert_folder: Path) -> None:
+    words_of = AutoTokenizer.from_pretrained(bert_folder)
+    pairs = tokenized(words_of, ["the cat"] * 2, ["", "sees"])
+    assert [row.tolist() for row in pairs["input_ids"]] == words_of(["the cat"] * 2, ["", "sees"])["input_ids"]
 
 
 @pytest.mark.parametrize("prompt", ["<s>the cat", "the cat"])

@@ -442,6 +442,15 @@ def test_an_instruction_and_its_input_are_the_prompt(instructed: Load, flags: di
         )
 
 
+@pytest.mark.parametrize("task", ["causal_lm", "seq2seq_lm"])
+def test_a_stream_reads_an_input_that_its_first_rows_do_not_have(load: Load, task: str) -> None:
+    rows = [{"instruction": "say hello", "output": "hello"}] * 150 + [ALPACA[1]] * 20
+    stream: Any = load(task, rows, seq_length=96, streaming=True, shuffle_buffer=0).build_data()
+    tokenizer = load(task).tokenizer
+    for place in range(150, 170):
+        assert "the cat sees two" in tokenizer.decode(stream.train[place]["input_ids"])
+
+
 def test_rows_of_dolly_and_a_system_prompt(instructed: Load) -> None:
     rows = [{"instruction": "say hello", "context": "in the house", "response": "hello", "system": "good and fine"}]
     assert prompts_of(instructed(rows)) == [

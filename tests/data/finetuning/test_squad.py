@@ -167,6 +167,13 @@ def test_answers_that_cannot_be_used(make: Make, name: str, says: Says) -> None:
         make([row(0), row(0) | BAD[name]], **({} if BAD[name] else {"pair_column": "ask"})).build_data()
 
 
+def test_a_long_question_of_few_characters(make: Make, gpt_folder: Path, says: Says) -> None:
+    """Each character is four tokens of a tokenizer of bytes."""
+    flags = {"tokenizer_path": str(gpt_folder), "seq_length": 40}
+    with says(DataError):
+        make([row(0), row(0) | {"question": "\U0001f600" * 9}], **flags).build_data()
+
+
 def test_scores_are_squads() -> None:
     assert normalized("The  U.S. Army's a test") == "us armys test"
     assert exact_match("the Eiffel Tower!", ["eiffel tower", "tower"]) == 1.0

@@ -81,10 +81,12 @@ def find_columns(part: DataPart, flags: DataFlags) -> Columns:
         is_free = flags.label_column or not columns & set(CHAT_COLUMNS)
         is_text_alone = flags.text_column is None and prompt in columns and is_free
         if (named or is_text_alone) and (flags.label_column or columns.intersection(usual)):
-            return prompt_and_answer_columns(part, prompt, part.column("label_column", flags.label_column, usual))
+            answer = part.column("label_column", flags.label_column, usual)
+            return prompt_and_answer_columns(part, prompt, answer, begins=flags.streaming)
     if flags.label_column:
         prompt = part.column("text_column", flags.text_column, tuple(PROMPTS))
-        return prompt_and_answer_columns(part, prompt, part.column("label_column", flags.label_column, ()))
+        answer = part.column("label_column", flags.label_column, ())
+        return prompt_and_answer_columns(part, prompt, answer, begins=flags.streaming)
     name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *TEXT_COLUMNS))
     is_chat = name in CHAT_COLUMNS or _holds_lists(part, name)
     return Columns("chat" if is_chat else "text", (name,))
@@ -95,12 +97,19 @@ def _holds_lists(part: DataPart, column: str) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def prompt_and_answer_columns(part: DataPart, prompt: str, answer: str | None) -> Columns:
-    """Return the columns for prompts or instructions. ``answer`` is None if there are no answers yet."""
+def prompt_and_answer_columns(part: DataPart, prompt: str, answer: str | None, *, begins: bool = False) -> Columns:
+    """Return the columns for prompts or instructions.
+
+    Args:
+        answer: None if there are no answers yet.
+        begins: the part is the beginning of a stream, and later rows may have columns that are missing here.
+    """
     if prompt != "instruction":
         return Columns("prompt", (prompt, answer) if answer else (prompt,))
     columns = [name for name in part.table.column_names if name != answer]
-    extra = tuple(next((name for name in usual if name in columns), None) for usual in INSTRUCTION_COLUMNS)
+    extra = tuple(
+        next((name for name in usual if name in columns), usual[0] if begins else None) for usual in INSTRUCTION_COLUMNS
+    )
     return Columns("instruction", (prompt, answer) if answer else (prompt,), extra)
 
 

@@ -358,16 +358,20 @@ def once(ids: list[int], added: tuple[list[int], list[int]]) -> slice:
 
 
 def drop_repeated(
-    tokenizer: PreTrainedTokenizerFast, encoded: MutableMapping[str, list[Any]], notes: list[str] | None
+    tokenizer: PreTrainedTokenizerFast,
+    encoded: MutableMapping[str, list[Any]],
+    notes: list[str] | None,
+    pairs: Sequence[str] | None = None,
 ) -> None:
     """Remove special tokens that the tokenizer has added to texts that have them already, in all fields.
 
     Args:
         notes: receives a remark for the user, once.
+        pairs: the second texts. An empty one stands between two separators that belong there.
     """
-    added, names, repeats = added_tokens(tokenizer), list(encoded), 0
+    (begin, end), names, repeats = added_tokens(tokenizer), list(encoded), 0
     for row, ids in enumerate(encoded["input_ids"]):
-        tokens = once(ids, added)
+        tokens = once(ids, (begin, [] if pairs and not pairs[row] else end))
         if tokens != slice(0, len(ids)):
             repeats += 1
             for name in names:

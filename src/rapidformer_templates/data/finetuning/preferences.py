@@ -19,7 +19,7 @@ import torch
 
 from rapidformer_templates.data.collate import IGNORED, Ragged, TokenizedSamples, pad_rows
 from rapidformer_templates.data.finetuning.chat import ChatExample, Completion, Example, read_completion
-from rapidformer_templates.data.finetuning.chat_samples import ChatReader, EncodedChat
+from rapidformer_templates.data.finetuning.chat_samples import ChatReader, EncodedChat, Rendered
 from rapidformer_templates.data.finetuning.labels import label_text
 from rapidformer_templates.data.finetuning.messages import common_length, read_messages
 from rapidformer_templates.data.finetuning.tables import DataPart
@@ -33,11 +33,19 @@ GOOD = {"true": True, "1": True, "false": False, "0": False}
 """Labels of answers. Files such as csv hold them as text."""
 
 
-LabelledAnswer = tuple[Example, bool]
+@dataclass(frozen=True)
+class Answer:
+    """An answer with its prompt, as it was read and as a text."""
+
+    example: Example
+    rendered: Rendered
+
+
+LabelledAnswer = tuple[Answer, bool]
 """An answer, and whether it is good."""
 
 
-def pairs_of(part: DataPart, prompt: str | None, reader: ChatReader) -> list[tuple[Example, Example]]:
+def pairs_of(part: DataPart, prompt: str | None, reader: ChatReader) -> list[tuple[Answer, Answer]]:
     """Return the chosen and the rejected answer of each row, each with the prompt.
 
     Args:
@@ -49,7 +57,12 @@ def pairs_of(part: DataPart, prompt: str | None, reader: ChatReader) -> list[tup
     names = [_column(part, name) for name in ("chosen", "rejected")]
     prompts: Iterable[object] = part.table[prompt][:] if prompt else repeat(None, len(part))
     rows = zip(prompts, *(part.table[name][:] for name in names), strict=True)
-    return reader.read(part, rows, _read_pair)
+
+    def read_pair(fields: tuple[object, object, object]) -> tuple[Answer, Answer]:
+        chosen, rejected = _read_pair(fields)
+        return Answer(chosen, reader.render(chosen)), Answer(rejected, reader.render(rejected))
+
+    return reader.read(part, rows, read_pair)
 
 
 def has_pairs(part: DataPart) -> bool:
@@ -78,7 +91,8 @@ def labelled_answers_of(part: DataPart, prompt: str | None, reader: ChatReader) 
         if is_good is None:
             hint = "write true for an answer that is wanted, and false for others"
             raise DataError(f"the label is {label!r}", hint=hint)
-        return read_completion(prompt_text, completion), is_good
+        example = read_completion(prompt_text, completion)
+        return Answer(example, reader.render(example)), is_good
 
     return reader.read(part, zip(*(part.table[name][:] for name in names), strict=True), read_answer)
 
@@ -124,7 +138,7 @@ class PreferenceSamples(TokenizedSamples):
         return np.maximum(self.lengths_of("input_ids"), self.lengths_of(second))
 
 
-def pair_samples(name: str, pairs: Sequence[tuple[Example, Example]], reader: ChatReader) -> PreferenceSamples:
+def pair_samples(name: str, pairs: Sequence[tuple[Answer, Answer]], reader: ChatReader) -> PreferenceSamples:
     """Tokenize both answers of each pair, with labels on the answers.
 
     Args:
@@ -133,7 +147,7 @@ def pair_samples(name: str, pairs: Sequence[tuple[Example, Example]], reader: Ch
     Raises:
         DataError: there is no pair in which both answers have a token within the length.
     """
-    chosen, rejected = (_encoded([pair[i] for pair in pairs], reader) for i in (0, 1))
+    chosen, rejected = (reader.encoded([pair[i].rendered for pair in pairs]) for i in (0, 1))
     usable = _usable(name, chosen, rejected, reader)
     return PreferenceSamples(_fields("", chosen, usable) | _fields("rejected_", rejected, usable))
 
@@ -147,7 +161,7 @@ def labelled_samples(name: str, answers: Sequence[LabelledAnswer], reader: ChatR
     Raises:
         DataError: no sample has a token of both answers within the length.
     """
-    all_examples = [example for example, _ in answers]
+    all_examples = [answer.example for answer, _ in answers]
     prompts = [json.dumps(example.prompt) for example in all_examples]
     if len(set(prompts)) == 1:
         reader.notes.append(f"{name}: all answers are to one prompt, so KTO measures drift on other answers to it")
@@ -159,8 +173,8 @@ def labelled_samples(name: str, answers: Sequence[LabelledAnswer], reader: ChatR
         # The search wraps around at the start of the data set. If all prompts are equal, it is the previous sample.
         earlier = range(i - 1, i - len(prompts), -1)
         others.append(next((other for other in earlier if prompts[other] != prompt), i - 1))
-    swapped = [_swapped(all_examples[i], all_examples[other]) for i, other in enumerate(others)]
-    matched, mismatched = (_encoded(examples, reader) for examples in (all_examples, swapped))
+    swapped = [reader.render(_swapped(all_examples[i], all_examples[other])) for i, other in enumerate(others)]
+    matched, mismatched = reader.encoded([answer.rendered for answer, _ in answers]), reader.encoded(swapped)
     usable = _usable(name, matched, mismatched, reader)
     good: dict[str, Ragged | list[bool]] = {"is_good": [answers[i][1] for i in usable]}
     return PreferenceSamples(_fields("", matched, usable) | _fields("kl_", mismatched, usable) | good)
@@ -173,10 +187,6 @@ def _swapped(example: Example, other: Example) -> Example:
     assert isinstance(example, ChatExample)
     assert isinstance(other, ChatExample)
     return replace(example, messages=[*example.prompt, *other.messages[other.prompt_length :]])
-
-
-def _encoded(examples: Sequence[Example], reader: ChatReader) -> list[EncodedChat]:
-    return reader.encoded([reader.render(example) for example in examples])
 
 
 def _usable(name: str, first: Sequence[EncodedChat], second: Sequence[EncodedChat], reader: ChatReader) -> list[int]:

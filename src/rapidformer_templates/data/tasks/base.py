@@ -500,19 +500,19 @@ def tokenized(
         max_length: samples are cut to this number of tokens.
         notes: receives remarks for the user.
     """
-    chunks = [
-        tokenizer(
+    chunks = []
+    for start in range(0, len(texts), 1000):
+        second = None if pairs is None else list(pairs[start : start + 1000])
+        chunk = tokenizer(
             list(texts[start : start + 1000]),
-            list(pairs[start : start + 1000]) if pairs is not None else None,
+            second,
             return_attention_mask=False,
             verbose=False,
             truncation=max_length is not None,
             max_length=max_length,
         )
-        for start in range(0, len(texts), 1000)
-    ]
-    for chunk in chunks:
-        drop_repeated(tokenizer, chunk.data, notes)
+        drop_repeated(tokenizer, chunk.data, notes, second)
+        chunks.append(chunk)
     fields = {"input_ids": Ragged(row for chunk in chunks for row in chunk["input_ids"])}
     if chunks and "token_type_ids" in chunks[0]:
         types = Ragged(row for chunk in chunks for row in chunk["token_type_ids"])

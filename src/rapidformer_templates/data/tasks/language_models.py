@@ -107,15 +107,19 @@ class ContinuesTexts(base.Task):
         """
         columns, tokenizer = chat.find_prompt_columns(part, self.config.data, self.columns or {}), self.tokenizer
         reader = ChatReader(tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
-        unanswered = reader.read(part, chat.rows_of(part, columns), partial(chat.read_prompt, columns))
+
+        def read_prompt(fields: tuple[object, ...]) -> tuple[str, bool]:
+            prompt = chat.read_prompt(columns, fields)
+            return (prompt, True) if isinstance(prompt, str) else (reader.question(prompt), False)
+
+        texts = reader.read(part, chat.rows_of(part, columns), read_prompt)
         reader.bad.raise_all()
         ends, added = {tokenizer.eos_token_id, tokenizer.sep_token_id}, added_tokens(tokenizer)
         positions, prompts = positions_of(self.model_config), []
-        for row, one in enumerate(unanswered):
-            text = one if isinstance(one, str) else reader.question(one)
-            ids = tokenizer(text, add_special_tokens=isinstance(one, str), verbose=False)["input_ids"]
-            ids = ids[once(ids, added)] if isinstance(one, str) else ids
-            if isinstance(one, str) and ids and ids[-1] in ends:
+        for row, (text, is_bare) in enumerate(texts):
+            ids = tokenizer(text, add_special_tokens=is_bare, verbose=False)["input_ids"]
+            ids = ids[once(ids, added)] if is_bare else ids
+            if is_bare and ids and ids[-1] in ends:
                 ids = ids[:-1]  # the tokenizer ends each text, but this text must be continued
             if not ids:
                 message = "the prompt has no token"

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rapidformer_templates.data.collate import IGNORED, shifted_left
 from rapidformer_templates.data.finetuning import preferences
-from rapidformer_templates.data.finetuning.chat import find_columns, read_example, rows_of
+from rapidformer_templates.data.finetuning.chat import find_columns
 from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation, TrainedModel
@@ -395,12 +395,13 @@ class Reward(_Preferences):
         """Tokenize answers with their prompts. Each row has one answer, or a chosen and a rejected one."""
         reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
         if preferences.has_pairs(part):
-            answers = [list(pair) for pair in preferences.pairs_of(part, self._prompt(part), reader)]
+            pairs = preferences.pairs_of(part, self._prompt(part), reader)
+            answers = [[answer.rendered for answer in pair] for pair in pairs]
         else:
             columns = find_columns(part, self.config.data)
-            answers = [[one] for one in reader.read(part, rows_of(part, columns), read_example)]
+            answers = [[rendered] for rendered in reader.rendered(part, columns)]
         reader.bad.raise_all()
-        tokens = [[encoded.ids for encoded in reader.encoded([reader.render(one) for one in row])] for row in answers]
+        tokens = [[encoded.ids for encoded in reader.encoded(row)] for row in answers]
         return Inputs(tokens, np.asarray([max(map(len, row)) for row in tokens]))
 
     def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:

@@ -267,15 +267,14 @@ class QuestionAnswering(Task):
         room = self.seq_length - self.tokenizer.num_special_tokens_to_add(pair=True) - stride
         for start in range(0, len(examples), 1000):
             chunk = examples[start : start + 1000]
-            for row, example in enumerate(chunk, start):
-                if len(example.question) < room:
-                    continue  # a token has at least one character
-                tokens = len(self.tokenizer(example.question, add_special_tokens=False, verbose=False)["input_ids"])
+            questions = [example.question for example in chunk]
+            alone = self.tokenizer(questions, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            for row, tokens in enumerate(map(len, alone["input_ids"]), start):
                 if tokens >= room:
                     message = f"the question has {tokens} tokens and leaves no room for its context"
                     raise DataError(message, where=part.where(row), hint="use a greater --seq-length")
             encoded = self.tokenizer(
-                [example.question for example in chunk],
+                questions,
                 [example.context for example in chunk],
                 truncation="only_second",
                 max_length=self.seq_length,

@@ -50,7 +50,7 @@ class Seq2SeqLM(base.Task):
         known = self.columns or {}
         if "beside" in known and source == known["text_column"]:
             return source, target, known["beside"]
-        extra = prompt_and_answer_columns(part, source, target).extra
+        extra = prompt_and_answer_columns(part, source, target, begins=self.config.data.streaming).extra
         self.remember({"beside": extra})
         return source, target, extra
 
