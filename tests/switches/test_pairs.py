@@ -1,6 +1,6 @@
 """Every accepted combination of switches follows one process that computes the same.
 
-The covering table contains every accepted pair. Its rows run by default, except for two that take long: ``-m longer``.
+The covering table contains every accepted pair. Rows of two workers run by default. Others take long: ``-m longer``.
 ``-m exhaustive`` runs each pair alone and ``RAPIDFORMER_TRIPLES`` triples (default: 60), drawn with the seed
 ``RAPIDFORMER_SEED`` (default: 0).
 """
@@ -103,9 +103,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(name, making[name]() if wanted else [], ids=str)
 
 
+def _takes_long(row: list[str]) -> bool:
+    """Four workers share two cores, a disk is slow, and every shape is compiled."""
+    found = smallest(row)
+    has_four = found is not None and found.world > 2
+    return has_four or "nvme-offload" in row or bool(covering.pairs_of(row) & covering.SLOW)
+
+
 ROWS = [
-    # Every shape is compiled, so that such a row takes as long as ten others.
-    pytest.param(row, id=" + ".join(row), marks=[pytest.mark.longer] if covering.pairs_of(row) & covering.SLOW else [])
+    pytest.param(row, id=" + ".join(row), marks=[pytest.mark.longer] if _takes_long(row) else [])
     for row in covering.table()["rows"]
 ]
 
