@@ -124,6 +124,18 @@ def test_a_run_that_goes_on_elsewhere_has_its_own_best(tmp_path: Path, capsys: p
 
 
 @pytest.mark.slow
+def test_the_best_average_is_not_the_best_of_a_run_without_averages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, "--ema-decay", "0.5")
+    step, _ = best_of(tmp_path)
+    summary = train(tmp_path, "--resume")
+    assert f"step {step} is the best one with averages of the weights (--ema-decay)" in capsys.readouterr().err
+    assert summary["best"] is None
+    assert torch.equal(exported(tmp_path), saved(tmp_path, 30))
+
+
+@pytest.mark.slow
 def test_a_best_checkpoint_that_is_gone_is_forgotten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run of an earlier version may have one, and a user may have cleaned up the folder."""
     train(tmp_path)

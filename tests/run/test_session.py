@@ -192,6 +192,46 @@ def test_the_gradients_of_a_step_without_an_update_are_gone(flags: str) -> None:
     assert others == [expected, expected]
 
 
+class Noisy(nn.Module):
+    """Counts its forwards in training, and draws random numbers in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def _noisy_steps(*, looks: bool, fails: bool = False) -> tuple[list[float], int]:
+    """Return the losses of three steps, and the step of the session. The last one may end with an error."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 4)
+    flags: Any = {"lr": 1e-2, "device": "cpu", "micro_batch_size": 6}
+    with compose(Noisy(), compute_loss=lambda model, batch: model(batch["x"]).square().mean(), **flags) as session:
+        losses = []
+        for number in range(3):
+            if looks:
+                assert torch.equal(session.forward(x), session.forward(x))
+            try:
+                with session.open_step([{"x": x}]) as step:
+                    losses.append(float(step.run(1.0).loss))
+                    if fails and number == 2:
+                        raise KeyError
+            except KeyError:
+                pass
+        return losses, session.steps
+
+
+def test_a_forward_changes_nothing() -> None:
+    assert _noisy_steps(looks=True) == _noisy_steps(looks=False)
+
+
+def test_a_step_counts_if_the_code_after_its_update_fails() -> None:
+    assert _noisy_steps(looks=False, fails=True) == _noisy_steps(looks=False)
+
+
 def _share(workers: Any, **flags: int) -> tuple[int, int, float, float]:
     """Return micro batch, accumulation, the loss of a step of eight samples in one batch per worker, and of torch."""
     torch.manual_seed(0)

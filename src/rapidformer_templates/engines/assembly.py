@@ -33,6 +33,8 @@ class Assembly:
         model: the model. A transform may replace it.
         losses: the auxiliary losses. A model that was built with layers that have them begins with these.
         base: the frozen weights, if checkpoints have only the adapters.
+        settings: values by flag that decide what the weights compute, but not their shapes. A checkpoint's weights are
+            only right with the same values.
         placement: which part of the whole model this worker has.
         is_compiled: whether its blocks run as compiled graphs.
         built: the parameters as they were built, if anything still refers to them.
@@ -42,6 +44,7 @@ class Assembly:
     model: nn.Module
     losses: AuxiliaryLosses | None = field(init=False)
     base: FrozenBase | None = None
+    settings: dict[str, object] = field(default_factory=dict)
     placement: Placement = field(default_factory=Placement)
     is_compiled: bool = False
     derivatives_in_loss: Derivatives = UNLIMITED

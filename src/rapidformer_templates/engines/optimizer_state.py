@@ -463,6 +463,11 @@ def average_of(name: str) -> str:
     return f"{name}/{AVERAGE}"
 
 
+def has_averages(reader: StateReader) -> bool:
+    """Whether a checkpoint has averages of the weights."""
+    return any(name.endswith(f"/{AVERAGE}") for name in reader.names("optimizer"))
+
+
 class WithoutAverages:
     """A checkpoint reader that hides the averages, for a run without them. A stale average would be wrong later.
 

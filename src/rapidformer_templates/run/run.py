@@ -51,6 +51,7 @@ class Position:
         data: everything that the order of the data depends on. A resumed run must match it.
         fingerprint: of the training samples. A resumed run must have the same.
         base: identity of the frozen weights under adapters, which are not in the checkpoint. None without adapters.
+        settings: see :class:`~rapidformer_templates.engines.assembly.Assembly`. A resumed run must have the same.
         stream: position in a stream of samples. None if the data is not a stream.
         sums: sum and number of the values since the last line of metrics, by name. See
             :class:`~rapidformer_templates.run.log.Means`.
@@ -66,6 +67,7 @@ class Position:
     data: dict[str, object] = field(default_factory=dict)
     fingerprint: Fingerprint = field(default_factory=dict)
     base: str | None = None
+    settings: dict[str, object] = field(default_factory=dict)
     stream: Bookmark | None = None
     sums: dict[str, list[float]] = field(default_factory=dict)
     callbacks: CallbackStates = field(default_factory=dict)

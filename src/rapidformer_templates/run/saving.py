@@ -13,7 +13,7 @@ from rapidformer_templates.data.fingerprints import KEPT, Fingerprint, contents,
 from rapidformer_templates.data.loader import field_of
 from rapidformer_templates.data.order import PASSES
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.optimizer_state import WithoutAverages
+from rapidformer_templates.engines.optimizer_state import WithoutAverages, has_averages
 from rapidformer_templates.errors import CheckpointError, StorageFailed, counted
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import sample_flags
@@ -162,6 +162,7 @@ def restore_run(run: Run) -> Position:
         data=run.order.depends_on() | sample_flags(run.config),
         fingerprint=_fingerprint(run) if folder or training.load else {},
         base=base.identity if base else None,
+        settings=engine.assembly.settings,
     )
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only
@@ -174,6 +175,8 @@ def restore_run(run: Run) -> Position:
     if path is None or weights_only:
         if path is not None:
             check_base(Reader(path), fresh.base)
+            if others := _other_settings(Reader(path), fresh.settings):
+                say(workers, f"its weights compute something else here: {others}", loud=True)
             with _of_its_model(path):
                 engine.load(Reader(path), optimizer=False)
         seed_all(training.seed + 1 + workers.stream)
@@ -181,9 +184,10 @@ def restore_run(run: Run) -> Position:
     reader = Reader(path)
     saved = Position.from_state(reader.state)
     check_base(reader, fresh.base)
+    check_settings(reader, fresh.settings)
     _check_data(saved, fresh, path, run)
     saved.data, saved.fingerprint = fresh.data, fresh.fingerprint
-    saved.best = _best_of_this_run(saved, path, folder, workers)
+    saved.best = _best_of_this_run(saved, reader, run)
     if saved.best is None:
         saved.evaluations_since_best = 0
     restore_engine(reader, engine, run.config, workers)
@@ -298,10 +302,14 @@ def checkpoint_to_load(path: Path, workers: Workers) -> Path:
     return newest
 
 
-def _best_of_this_run(saved: Position, path: Path, folder: RunFolder | None, workers: Workers) -> Best | None:
+def _best_of_this_run(saved: Position, reader: Reader, run: Run) -> Best | None:
     """Return the best evaluation so far, if its checkpoint is in this run's folder."""
-    best = saved.best
+    best, path, folder, workers = saved.best, reader.folder, run.folder, run.workers
     if best is None or folder is None:
+        return None
+    if run.config.training.ema_decay is None and has_averages(reader):
+        so_far = f"step {best['step']} is the best one with averages of the weights (--ema-decay)"
+        say(workers, f"{so_far}, which this run does not have: the next evaluation counts as best", loud=True)
         return None
     if path.parent.resolve() != folder.checkpoints.resolve():
         so_far = f"step {best['step']}, {best['metric']} {best['value']:.6g}"
@@ -368,3 +376,19 @@ def check_base(reader: Reader, identity: str | None) -> None:
         what = "it holds a whole model, and this run trains adapters"
         hint = "export it, and train adapters of that folder"
     raise CheckpointError(what, where=str(reader.folder), hint=hint)
+
+
+def _other_settings(reader: Reader, settings: Mapping[str, object]) -> str:
+    """Return with which other settings the weights of a checkpoint were trained. Older versions have saved none."""
+    before = reader.state.get("settings", {})
+    changed = [name for name in before.keys() & settings.keys() if before[name] != settings[name]]
+    return ", ".join(f"they were trained with {name} {before[name]}, not {settings[name]}" for name in sorted(changed))
+
+
+def check_settings(reader: Reader, settings: Mapping[str, object]) -> None:
+    """Raise an error if the weights of a checkpoint would compute something else with these settings."""
+    if others := _other_settings(reader, settings):
+        hint = "continue with the same values, or take only the weights with --load … --weights-only"
+        raise CheckpointError(
+            f"its weights would compute something else: {others}", where=str(reader.folder), hint=hint
+        )

@@ -46,7 +46,7 @@ from rapidformer_templates.run.performance import Meter
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.run import Position, Template, begin_run
-from rapidformer_templates.run.saving import check_base, checkpoint_to_load, restore_engine
+from rapidformer_templates.run.saving import check_base, check_settings, checkpoint_to_load, restore_engine
 from rapidformer_templates.run.scripts import CALL
 from rapidformer_templates.run.step_errors import MAY_HELP, explain_parts, locate_device_errors, locate_non_finite
 from rapidformer_templates.run.watch import OWN_CODE, STEP
@@ -183,8 +183,9 @@ class Session:
         if schedule is None and isinstance(config.training.train_iters, int):
             schedule = template.build_scheduler(config.training.train_iters)
         self._schedule = checked_schedule(schedule or (lambda step: 1.0))
-        base = run.engine.assembly.base
-        run.position = Position(base=base.identity if base else None)
+        assembly = run.engine.assembly
+        base = assembly.base.identity if assembly.base else None
+        run.position = Position(base=base, settings=assembly.settings)
         self._meter = Meter(self.workers.device)
         self._receipts = Receipts(run)
         self._replica_check = replica_check_of(run)
@@ -235,24 +236,25 @@ class Session:
         if first:
             self._check_replicas(microbatches)
         watching = self._receipts.watch(microbatches) if first else nullcontext()
-        with (
-            self._locate_errors(self.steps),
-            watching,
-            self._run.engine.step(microbatches, exchanged["targets"]) as step,
-        ):
-            yield step
-        if step.result is None:
-            return
-        self._receipts.count(microbatches)
-        if first:
+        step: Step | None = None
+        try:
+            with (
+                self._locate_errors(self.steps),
+                watching,
+                self._run.engine.step(microbatches, exchanged["targets"]) as step,
+            ):
+                yield step
+        finally:
+            if step is not None and step.result is not None:  # also if the caller's code fails after the update
+                self._receipts.count(microbatches)
+                self._placeholder = batches[-1] if batches else self._placeholder
+                self._run.position.step += 1
+                self._run.position.samples += samples
+                self._run.position.tokens += tokens
+                self._meter.step(samples, tokens)
+                self._run.watch.enter(OWN_CODE, self.steps)
+        if first and step.result is not None:
             self._receipts.check()
-        if batches:
-            self._placeholder = batches[-1]
-        self._run.position.step += 1
-        self._run.position.samples += samples
-        self._run.position.tokens += tokens
-        self._meter.step(samples, tokens)
-        self._run.watch.enter(OWN_CODE, self.steps)
 
     def evaluate(self, batch: Batch | None) -> Evaluation:
         """Compute the loss of the workers' batches without gradients. Training is not affected.
@@ -317,6 +319,7 @@ class Session:
         """
         reader = checkpoint.Reader(checkpoint_to_load(Path(folder), self.workers))
         check_base(reader, self._run.position.base)
+        check_settings(reader, self._run.position.settings)
         restore_engine(reader, self._run.engine, self._run.config, self.workers)
         self._run.position.step = int(reader.state["step"])
         self._run.position.samples, self._run.position.tokens = reader.state["samples"], reader.state["tokens"]
@@ -335,9 +338,13 @@ class Session:
         return what_was_done(self._run, self._meter, receipts)
 
     def forward(self, *arguments: object, **named: object) -> Any:
-        """Return the model output, without gradients or side effects. Call it on every worker, in the same order."""
-        nothing = MicroBatch((arguments, named), [], idle=True)
-        return self._run.engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
+        """Return the model output in evaluation mode, without gradients or side effects.
+
+        Call it on every worker, in the same order. The weights are those in training, not their averages.
+        """
+        nothing, engine = MicroBatch((arguments, named), [], idle=True), self._run.engine
+        with evaluating(engine.model):
+            return engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the autocast context in which ``compute_loss`` runs. Use it for a loss in your own loop."""

@@ -84,6 +84,14 @@ def test_a_base_in_half_the_bytes_trains_to_the_same_bits(base: Path) -> None:
     assert sizes[1] - sizes[0] == 2 * layers
 
 
+def test_transformers_saves_no_adapters_that_it_cannot_read(base: Path, tmp_path: Path, says: Says) -> None:
+    job = _job(base, None, "--train-iters 1", PretrainedJob)
+    job.fit()
+    model: Any = job.model
+    with says(ModelError):
+        model.save_pretrained(tmp_path / "saved")
+
+
 def test_what_cannot_be_merged_is_refused(base: Path, tmp_path: Path, says: Says) -> None:
     run(base, tmp_path / "run")
     (tmp_path / "run/merged").mkdir()
@@ -112,6 +120,20 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
         run(tmp_path / "other", tmp_path / "run", "--resume")
     with pytest.raises(CheckpointError, match="were trained with other base weights"):
         run(tmp_path / "other", tmp_path / "new", f"--load {tmp_path / 'run'} --weights-only")
+
+
+@pytest.mark.slow
+def test_adapters_go_on_with_the_scale_that_they_were_trained_with(
+    base: Path, tmp_path: Path, says: Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(base, tmp_path / "run", "--train-iters 2")
+    for flags in ("--lora-alpha 64", "--lora-variant rslora"):
+        with says(CheckpointError):
+            run(base, tmp_path / "run", f"--resume {flags}")
+    run(base, tmp_path / "run", "--resume --lora-alpha 8 --train-iters 3")  # the default
+    capsys.readouterr()
+    run(base, tmp_path / "new", f"--load {tmp_path / 'run'} --weights-only --lora-alpha 64 --train-iters 1")
+    assert "they were trained with --lora-alpha 8.0, not 64.0" in capsys.readouterr().err
 
 
 @pytest.mark.slow

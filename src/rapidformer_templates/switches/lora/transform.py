@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import chain
+from typing import NoReturn
 from unittest.mock import patch
 
 import torch
@@ -17,6 +18,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
@@ -73,6 +75,8 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
             hint = "name layers of torch.nn.Linear by the ends of their names, such as q_proj,v_proj"
             raise ModelError(message, where="--lora-target-modules", hint=hint) from error
     install(model, ADAPTER)
+    if isinstance(model, PreTrainedModel):
+        model.save_pretrained = refuse_to_save  # type: ignore[method-assign]
     if options.quantize_base:
         kind = COMPUTE_TYPES.get(building.plan.precision, torch.float32)
         _quantize(model, options.quantize_base, kind, has_values=building.has_values)
@@ -87,11 +91,22 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
     assembly.base = FrozenBase(frozen, identity, fingerprints)
     described = _peft_config(of_all, options)
+    assembly.settings |= {"--lora-alpha": float(described.lora_alpha), "--lora-variant": options.lora_variant}
     revision = building.plan.values.get("--revision")
     described.revision = str(revision["value"]) if revision else None
     # peft sets this while it adds adapters to a Conv1D.
     described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
     assembly.record(AdapterSettings(peft_loadable_config(described, model, of_all)))
+
+
+def refuse_to_save(*_: object, **__: object) -> NoReturn:
+    """Stand in the place of ``save_pretrained``, which would write names that no ``from_pretrained`` knows.
+
+    Raises:
+        ModelError: always.
+    """
+    hint = "use the export of the run, or rapidformer export RUN --merge for a whole model"
+    raise ModelError("transformers cannot save a model with these adapters", where="save_pretrained()", hint=hint)
 
 
 def _peft_config(targets: Targets, options: LoraFlags) -> LoraConfig:

@@ -65,6 +65,7 @@ def mixture_of_experts(assembly: Assembly, building: Building[MixtureOfExpertsFl
     interval, capacity = options.moe_layer_interval, options.moe_capacity_factor
     sizes = MixtureSizes(options.num_experts, top_k, width, interval, capacity, balance, z)
     assembly.losses = make_sparse(model, assembly.blocks, sizes)
+    assembly.settings |= {"--moe-top-k": top_k, "--moe-capacity-factor": capacity}
     config = getattr(model, "config", None)
     if config is not None:
         setattr(config, KEY, asdict(sizes))
