@@ -14,7 +14,7 @@ from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
 from rapidformer_templates.switches.auto_strategy.model_shapes import Variant
 from rapidformer_templates.switches.auto_strategy.trace import Pass, largest_passes, passes
-from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages, traffic_of
 from tests.support.allocations import measured_allocations
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
 from tests.support.selection import few
@@ -39,6 +39,19 @@ same_shapes = cache(shapes)
 
 VARIANTS = [Variant(samples, how, kind) for samples, kind in ((4, "fp32"), (2, "bf16")) for how in RECOMPUTED]
 NAMES = ("gpt2", "llama", "bert", "t5")
+
+
+def test_an_operation_reads_its_operands_and_writes_its_result() -> None:
+    """An expanded operand has less memory than elements, and a table is read only where it is looked up."""
+    table, rows, states = torch.zeros(100, 8), torch.zeros(4, dtype=torch.long), torch.zeros(4, 8)
+    bias = torch.zeros(8).expand(4, 8)
+    for operation, operands, moved in (
+        (torch.ops.aten.add.Tensor, (states, states), 3 * 128),
+        (torch.ops.aten.add.Tensor, (states, bias), 128 + 32 + 128),
+        (torch.ops.aten.embedding.default, (table, rows), 2 * 128),
+        (torch.ops.aten.detach.default, (states,), 0),
+    ):
+        assert traffic_of(operation, operands, {}, operation(*operands)) == moved
 
 
 @pytest.mark.slow

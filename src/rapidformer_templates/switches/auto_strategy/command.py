@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 WIDTHS = {"recompute": len("selective"), "partitioning": len("distributed…")}
 """Minimum widths of table columns whose words must not be cut shorter."""
 
-SHOWN = 10
-"""Number of layouts in the table. JSON has all of them."""
-
 
 class NothingFits(RapidformerError):
     """No layout of the workers fits the model."""
@@ -109,9 +106,11 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
     """
     result, hardware = search(config, environment)
     if not result.layouts:
+        constraints = [rejected.constraint for rejected in result.rejected]
+        closest = next((each for each in reversed(constraints) if "memory" in each), "".join(constraints[-1:]))
         raise NothingFits(
             f"no layout of {environment.world_size} workers with {hardware.memory_gb:g} GB each fits this model",
-            where=f"--auto-strategy: {result.rejected[-1].constraint}" if result.rejected else "--auto-strategy",
+            where=f"--auto-strategy: {closest}" if closest else "--auto-strategy",
             hint="rapidformer plan --auto-strategy … lists every layout with what it lacks",
         )
     if is_first_worker():
@@ -239,6 +238,7 @@ def to_json(
     return {
         "ok": bool(result.layouts),
         "layouts": [layout_to_json(*each) for each in zip(result.layouts, trainings, strict=True)],
+        "slower": result.slower,
         "rejected": [{**_sizes(rejected.layout), "constraint": rejected.constraint} for rejected in result.rejected],
         "assumed": hardware.lines(offloads=_offloads(result)),
         "not_predicted": [vars(unknown) for unknown in result.not_predicted],
@@ -274,6 +274,8 @@ def show(result: results.SearchResult, hardware: Hardware, training: Sequence[st
     allowance = f"{results.ALLOWANCE:.0%} and the contexts must be free in addition"
     print(f"memory is predicted from the model's own graph; {allowance}")
     print("setup is the peak of a device while the model is built and loaded, host that of all workers of a node")
+    if result.slower:
+        print(f"slower: {result.slower:,} other layouts. Whether they fit was not tried")
     show_rejected(result, terminal)
 
 
@@ -286,13 +288,13 @@ COLUMNS = ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning"
 
 
 def _table(result: results.SearchResult) -> Table:
-    table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
+    table = Table(title="The fastest layouts that fit, best first", title_justify="left")
     more = [name for name in ("context", "experts") if any(getattr(each.layout, name) > 1 for each in result.layouts)]
     for name in (*COLUMNS[:2], *more, *COLUMNS[2:]):
         table.add_column(name, justify="right", min_width=WIDTHS.get(name))
     for name in ("state GB", "activ. GB", "setup GB", "needed GB", "host GB", "bubble", "comm.", "s/step", "samples/s"):
         table.add_column(name, justify="right")
-    for candidate in result.layouts[:SHOWN]:
+    for candidate in result.layouts[: results.SHOWN]:
         layout, memory, timing = candidate.layout, candidate.memory, candidate.timing
         table.add_row(
             *map(str, (layout.tensor, layout.pipelined, *(getattr(layout, name) for name in more))),

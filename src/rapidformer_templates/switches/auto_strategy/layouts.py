@@ -211,6 +211,7 @@ class MemoryOptions:
         context_kind: how attention covers divided sequences. None: the number of heads decides.
         updates_in_chunks: whether the optimizer accepts some gradients before others.
         updates_elementwise: whether the optimizer accepts pieces of parameters.
+        fuses: whether the operations between two matrix products are compiled into a few kernels.
     """
 
     precision: str = "fp32"
@@ -225,6 +226,7 @@ class MemoryOptions:
     offloads_activations: bool = False
     updates_in_chunks: bool = True
     updates_elementwise: bool = True
+    fuses: bool = False
     context_kind: ContextKind | None = None
 
     def by_parallel_engine(self, layout: Layout) -> bool:
@@ -270,5 +272,6 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         offloads_activations="offload-activations" in plan.switches,
         updates_in_chunks=optimizer.per_parameter,
         updates_elementwise=optimizer.elementwise,
+        fuses="torch-compile" in plan.switches,
         context_kind=options.context_kind,
     )

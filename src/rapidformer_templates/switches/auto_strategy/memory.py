@@ -64,8 +64,14 @@ def predict(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN, 
     return _memory(model, states, moments, trace.sent, gpu=setting.gpu)
 
 
-def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN) -> list[StateBytes]:
-    """Return the states of every worker, by rank. Tensor-parallel peers are adjacent, then replicas, then stages."""
+def states_by_worker(
+    model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN, *, largest: bool = False
+) -> list[StateBytes]:
+    """Return the states of every worker, by rank. Tensor-parallel peers are adjacent, then replicas, then stages.
+
+    Args:
+        largest: leave out workers of which it is known that another one has more.
+    """
     if setting.by_parallel_engine(layout):
         return [
             Stage(model, layout, stage, setting, peer).states(replica)
@@ -74,9 +80,12 @@ def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions 
             for peer in range(layout.tensor)
         ]
     formula = FORMULAS[setting.offload][layout.partitioning]
-    if layout.experts > 1 and layout.partitioning == "fsdp":
-        shards = shards_of_experts(layout.replicas, layout.shares, layout.experts)
-        formula = partial(state_bytes.divided_in_rows_beside_experts, over=layout.experts, shards=shards)
+    if layout.partitioning == "fsdp":
+        formula = partial(state_bytes.divided_in_rows, ranks=1 if largest else None)
+        if layout.experts > 1:
+            shards = shards_of_experts(layout.replicas, layout.shares, layout.experts)
+            beside = partial(state_bytes.divided_in_rows_beside_experts, over=layout.experts, shards=shards)
+            formula = partial(beside, ranks=1 if largest else None)
     elif layout.experts > 1:
         formula = partial(state_bytes.divided_experts, over=layout.experts)
     width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
@@ -90,14 +99,14 @@ def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions 
 @lru_cache(maxsize=4096)  # layouts that differ in their batches have equal states
 def largest_states(model: ModelShapes, of_states: Layout, setting: MemoryOptions) -> StateBytes:
     """Return the states of the worker that has the most. Pass ``layout.of_states``, so that equal ones are found."""
-    return max(states_by_worker(model, of_states, setting), key=lambda states: states.total)
+    return max(states_by_worker(model, of_states, setting, largest=True), key=lambda states: states.total)
 
 
 def states_alone(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> Memory:
     """Return only the states of the worker that holds most of them. It is a lower bound that costs nothing."""
     if setting.by_parallel_engine(layout):
         stages = peak_stage_candidates(model, layout, setting)
-        most = max((stage.states() for stage in stages), key=lambda states: states.total)
+        most = max((stage.least_states for stage in stages), key=lambda states: states.total)
     else:
         most = largest_states(model, layout.of_states, setting)
     on_device = most.on_gpu if setting.gpu else most

@@ -37,6 +37,9 @@ from rapidformer_templates.system.files import JSON_ERRORS, hash_of, user_cache
 ALLOWANCE = 0.05
 """Share of the predicted memory that must also be free: for fragmentation, and for buffers a transfer still holds."""
 
+SHOWN = 10
+"""Number of layouts in a table. A search leaves out layouts that are slower than so many that fit."""
+
 DISK_GB_PER_SECOND = 1.0
 """Assumed rate at which all workers together write a checkpoint: a shared file system, or one fast disk."""
 
@@ -146,13 +149,14 @@ class ModelTotals:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All layouts of a number of workers.
+    """The layouts of a number of workers.
 
     Attributes:
-        layouts: those that fit, best first.
-        rejected: the others.
+        layouts: the fastest that fit, best first.
+        rejected: those that do not fit or break a rule.
         totals: sizes of the model that do not depend on the layout.
         not_predicted: effects of flags that the numbers leave out.
+        slower: number of other layouts. Whether they fit was not tried, because ``SHOWN`` faster ones do.
         file: the file that the result was read from, or None if it was searched for.
     """
 
@@ -160,6 +164,7 @@ class SearchResult:
     rejected: tuple[Rejected, ...]
     totals: ModelTotals
     not_predicted: tuple[Unknown, ...] = ()
+    slower: int = 0
     file: Path | None = field(default=None, compare=False)
 
 
@@ -365,6 +370,7 @@ def _decoded(stored: dict[str, Any]) -> SearchResult:
         not_predicted=tuple(
             Unknown(values["switch"], tuple(values["kinds"]), values["why"]) for values in stored["not_predicted"]
         ),
+        slower=stored["slower"],
     )
 
 

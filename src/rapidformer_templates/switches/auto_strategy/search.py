@@ -1,4 +1,4 @@
-"""The search: every layout that the workers allow, its memory, and the fastest among those that fit.
+"""The search: the seconds of every layout that the workers allow, and the memory of the fastest until enough fit.
 
 Everything that can be predicted is predicted, not decided by rule of thumb. The guidance of Megatron practice [M]
 bounds the search: a tensor group stays inside a node, and the global batch is the largest allowed, because it lowers
@@ -8,10 +8,10 @@ the bubble. It also decides between layouts whose predicted speeds differ by les
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import chain, product, takewhile
 from typing import TypeAlias, TypeVar
 
@@ -32,9 +32,9 @@ from rapidformer_templates.switches.auto_strategy.layouts import (
 )
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-from rapidformer_templates.switches.auto_strategy.model_shapes import Variant
 from rapidformer_templates.switches.auto_strategy.results import (
     ALLOWANCE,
+    SHOWN,
     Candidate,
     Memory,
     ModelTotals,
@@ -45,9 +45,9 @@ from rapidformer_templates.switches.auto_strategy.results import (
 )
 from rapidformer_templates.switches.auto_strategy.setup_memory import setup_memory
 from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
-from rapidformer_templates.switches.auto_strategy.step_seconds import predict_seconds
+from rapidformer_templates.switches.auto_strategy.step_seconds import Timing, predict_seconds
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware
-from rapidformer_templates.switches.auto_strategy.tracing import in_forks
+from rapidformer_templates.switches.auto_strategy.trace import Trace
 from rapidformer_templates.switches.layout.declaration import AUTO_MEMORY
 
 T = TypeVar("T", int, bool)
@@ -67,6 +67,12 @@ LARGEST_MICRO_BATCH = 32
 TOLD_APART = 0.03
 """Speeds that differ by less than this count as equal: the time model is not more accurate."""
 
+COMPARED = ("tensor", "pipeline", "virtual", "experts", "recompute", "partitioned")
+"""Sizes of a family of layouts. The best layout with another value is shown beside the best one."""
+
+TRIES = 10
+"""Families that are tried to find another value of a size, the fastest first."""
+
 
 class Search:
     """Searches the layouts of a model on a number of workers."""
@@ -80,9 +86,16 @@ class Search:
         registry: Registry = REGISTRY,
         *,
         by_memory: bool = False,
+        enough: int = SHOWN,
     ) -> None:
-        """``by_memory``: whether the blocks of each stage are chosen by predicted memory."""
+        """Set up a search.
+
+        Args:
+            by_memory: whether the blocks of each stage are chosen by predicted memory.
+            enough: number of layouts that must fit before slower ones are left out.
+        """
         self.by_memory = by_memory
+        self.enough = enough
         self.config = registry.complete(config)
         self.environment = environment
         self.subject = subject
@@ -92,19 +105,21 @@ class Search:
         self._setups: dict[Layout, SetupMemory] = {}
 
     def run(self) -> SearchResult:
-        """Try all layouts. Activations are offloaded to the host only if no other layout fits."""
+        """Try the layouts, fastest first. Activations are offloaded to the host only if no other layout fits."""
         rejected: list[Rejected] = []
         best_first: list[Candidate] = []
+        slower = 0
         keeps = self._allowed("offload_activations", [False] if self.environment.device == "cpu" else [False, True])
         # Unless the user sets the size of context parallelism, sequences are divided only if nothing else fits.
         context_sizes = [[1], _divisors(self.environment.world_size)[1:]]
         if "context_parallel_size" in self.config.origins:
             context_sizes = [[self.config.get("context_parallel_size")]]
         for contexts, offload in product(context_sizes, keeps):
-            best_first = self._verified(self._fitting(contexts, offload, rejected), rejected)
+            fitting, slower = self._fitting(contexts, offload, rejected)
+            best_first = self._verified(fitting, rejected)
             if best_first:
                 break
-        return SearchResult(tuple(best_first), tuple(rejected), self.totals(), self.unknown())
+        return SearchResult(tuple(best_first), tuple(rejected), self.totals(), self.unknown(), slower)
 
     def unknown(self) -> tuple[Unknown, ...]:
         """Return what is not predicted of the switches that are on in every layout."""
@@ -116,38 +131,67 @@ class Search:
             for why in dict.fromkeys(reasons.values())
         )
 
-    def _fitting(self, contexts: Sequence[int], offload: bool, rejected: list[Rejected]) -> list[Candidate]:
-        """Return the layouts with these context sizes and this offloading that fit.
+    def _fitting(self, contexts: Sequence[int], offload: bool, rejected: list[Rejected]) -> tuple[list[Candidate], int]:
+        """Return layouts with these context sizes and this offloading that fit, and how many slower ones are left out.
 
-        Others are added to ``rejected``.
+        Families are tried in the order of their fastest layout, see :meth:`_is_wanted`. Layouts that do not fit are
+        added to ``rejected``, in the order of their sizes.
         """
-        fitting: list[Candidate] = []
-        families = {family: self._setting(family) for family in self._families(contexts, offload)}
-        allowed = {family: setting for family, setting in families.items() if isinstance(setting, MemoryOptions)}
-        shapes, variants = self.subject.shapes, set()
-        for family, setting in allowed.items():
-            with suppress(ModelError):  # reported when the family is tried
-                states = states_alone(shapes, family, setting)
-                if self._needed_gb(states.total) <= self.hardware.memory_gb:
-                    variants.add(variant_of(family, setting))
-        shapes.prepare(variants)
-        # Families with equal activations share a process and its traces. If a process fails, its families are left out.
-        groups: dict[Variant, list[Layout]] = {}
-        for family, setting in allowed.items():
-            groups.setdefault(variant_of(family, setting), []).append(family)
-
-        def try_all(group: Sequence[Layout]) -> list[tuple[Layout, Tried]]:
-            return [(family, self._of_family(family, allowed[family])) for family in group]
-
-        done = dict(chain.from_iterable(in_forks([partial(try_all, group) for group in groups.values()])))
-        for family, setting_or_rule in families.items():
+        settings: dict[Layout, MemoryOptions] = {}
+        others: dict[Layout, list[Rejected]] = {}
+        for family in self._families(contexts, offload):
+            setting_or_rule = self._setting(family)
             if isinstance(setting_or_rule, str):
-                rejected.append(Rejected(family, setting_or_rule))
-                continue
-            fitting_of_family, others = done.get(family) or self._of_family(family, setting_or_rule)
-            fitting += fitting_of_family
-            rejected += others
-        return fitting
+                others[family] = [Rejected(family, setting_or_rule)]
+            else:
+                settings[family], others[family] = setting_or_rule, []
+        speeds = self._greatest_speeds(settings)
+        fitting: list[Candidate] = []
+        slower, tries = 0, Counter[str]()
+        for family in sorted(speeds, key=lambda family: -speeds[family]):
+            if self._is_wanted(family, speeds[family], fitting, tries):
+                fitting_of_family, others[family] = self._of_family(family, settings[family])
+                fitting += fitting_of_family
+            else:
+                slower += len(list(self._batches(family)))
+        rejected += chain.from_iterable(others.values())
+        return fitting, slower
+
+    def _greatest_speeds(self, settings: Mapping[Layout, MemoryOptions]) -> dict[Layout, float]:
+        """Return the samples per second of the fastest layout of each family, whether or not it fits.
+
+        It is infinite if a family cannot be traced, so that the error is met when the family is tried.
+        """
+        self.subject.shapes.prepare({variant_of(family, setting) for family, setting in settings.items()})
+        speeds = dict.fromkeys(settings, math.inf)
+        for family, setting in settings.items():
+            with suppress(ModelError):
+                speeds[family] = max(
+                    layout.global_batch / self._timing(layout, setting, self._trace(layout, setting, exact=False)).total
+                    for layout in self._batches(family)
+                )
+        return speeds
+
+    def _is_wanted(self, family: Layout, speed: float, fitting: Sequence[Candidate], tries: Counter[str]) -> bool:
+        """Whether a family may have one of the layouts to show.
+
+        It may unless ``enough`` layouts fit that are faster than its fastest one. Then it may be compared with them, if
+        it has another value of a size that all of them share.
+
+        Args:
+            tries: families that were tried for another value, by size.
+        """
+        if math.isinf(speed) or len(fitting) < self.enough:
+            return True
+        speeds = [candidate.samples_per_second for candidate in fitting]
+        steps = _steps_below(max(speeds), speed)
+        if sum(_steps_below(max(speeds), other) < steps for other in speeds) < self.enough:
+            return True
+        values = {name: {getattr(candidate.layout, name) for candidate in fitting} for name in COMPARED}
+        new = [name for name, known in values.items() if len(known) == 1 and getattr(family, name) not in known]
+        wanted = [name for name in new if tries[name] < TRIES]
+        tries.update(wanted)
+        return bool(wanted)
 
     def _of_family(self, family: Layout, setting: MemoryOptions) -> Tried:
         """Try the layouts of a family."""
@@ -292,22 +336,29 @@ class Search:
         memory, setup = memory or predict(self.subject.shapes, layout, setting), self._setup(layout, setting)
         return self._timed(layout, setting, memory, setup, exact=True)
 
+    def _trace(self, layout: Layout, setting: MemoryOptions, *, exact: bool) -> Trace:
+        return self.subject.shapes.trace(variant_of(layout, setting), exact=exact)
+
     def _timed(
         self, layout: Layout, setting: MemoryOptions, memory: Memory, setup: SetupMemory, *, exact: bool
     ) -> Candidate:
         """Add the predicted seconds to the predicted memory of a layout."""
-        trace = self.subject.shapes.trace(variant_of(layout, setting), exact=exact)
-        local = self.environment.local_world_size
-        stages: Sequence[int] = layout.stages
-        if layout.pipeline > 1 and not stages:
-            stages = self.subject.shapes.stage_sizes(layout.pipeline * layout.virtual)
-        timing = predict_seconds(layout, setting, trace, self.subject.facts, self.hardware, local, stages)
+        trace = self._trace(layout, setting, exact=exact)
+        timing = self._timing(layout, setting, trace)
         # The backward of a matrix product is two products of the same size.
         forward = sum(phase.flops for phase in takewhile(lambda phase: phase.name != "turn", trace.phases))
         needed_gb = self._needed_gb(max(memory.total, setup.device))
         host_gb = self._host_gb(memory, setup)
         step_flops = 3.0 * forward * layout.tensor * layout.replicas * layout.accumulation
         return Candidate(layout, memory, setup, timing, needed_gb, host_gb, step_flops)
+
+    def _timing(self, layout: Layout, setting: MemoryOptions, trace: Trace) -> Timing:
+        """Predict the seconds of a step. ``trace`` is a micro batch."""
+        stages: Sequence[int] = layout.stages
+        if layout.pipeline > 1 and not stages:
+            stages = self.subject.shapes.stage_sizes(layout.pipeline * layout.virtual)
+        local = self.environment.local_world_size
+        return predict_seconds(layout, setting, trace, self.subject.facts, self.hardware, local, stages)
 
     def totals(self) -> ModelTotals:
         """Return the sizes of the model that do not depend on the layout."""
@@ -367,9 +418,8 @@ class Search:
         def key(candidate: Candidate) -> tuple[float, ...]:
             """Sort the fastest first, then the simplest layout, then by the guidance of [M]."""
             layout = candidate.layout
-            slower = math.floor(math.log(best / candidate.samples_per_second) / math.log(1 + TOLD_APART))
             return (
-                slower,
+                _steps_below(best, candidate.samples_per_second),
                 list(PARTITIONINGS).index(layout.partitioning),
                 RECOMPUTED.index(layout.recompute),
                 layout.pipeline,
@@ -390,6 +440,11 @@ class Search:
             rejected.append(tried)
             best_first = best_first[1:]
         return best_first
+
+
+def _steps_below(best: float, speed: float) -> int:
+    """By how many steps that can be told apart a speed is below the best one."""
+    return math.floor(math.log(best / speed) / math.log(1 + TOLD_APART))
 
 
 def _divisors(number: int) -> list[int]:

@@ -174,6 +174,18 @@ class Stage:
         return StateBytes(parameters, gradients, optimizer, on_host=(0, 0, optimizer), host_copies=copies)
 
     @cached_property
+    def least_states(self) -> StateBytes:
+        """The mean states of the replicas' workers. The largest one has at least as much. It is fast to compute."""
+        trained = list(self.parameters.values())
+        parameters = self._narrow_bytes + sum(p.stored_bytes for p in self.model.stage_frozen(self.coordinates))
+        optimizer = self.setting.how.optimizer.bytes_of(trained)
+        if self._has_masters:
+            optimizer += FP32 * sum(part.count for part in trained if part.has_master)
+        shares = self.layout.replicas if self._is_sharded else 1
+        on_host = (0, 0, optimizer // shares if self.setting.offload else 0)
+        return StateBytes(parameters, sum(self._sums) // shares, optimizer // shares, on_host=on_host)
+
+    @cached_property
     def largest_replica(self) -> int:
         """The replica that updates most. If runs are sharded, it is the first one, whose shares have no padding."""
         if not self._is_sharded or self.setting.updates_elementwise:

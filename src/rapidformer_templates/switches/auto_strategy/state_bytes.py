@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapreplace
 from itertools import accumulate
 from typing import Protocol, TypeAlias
 
@@ -147,25 +149,38 @@ def owned_with_gradients(parameters: Shapes, workers: int, width: int, how: Stat
 def _of_owners(parameters: Shapes, workers: int, how: StateOptions) -> list[list[ParameterShape]]:
     """Parameters by owner. Each goes to the worker with the fewest elements so far, group by group."""
     owners: list[list[ParameterShape]] = [[] for _ in range(workers)]
-    counts = [0] * workers
+    counts = [(0, owner) for owner in range(workers)]  # a heap
     for parameter in (p for group in how.optimizer.groups_of(parameters) for p in group):
-        owner = counts.index(min(counts))
-        counts[owner] += parameter.count
+        count, owner = counts[0]
+        heapreplace(counts, (count + parameter.count, owner))
         owners[owner].append(parameter)
     return owners
 
 
-def divided_in_rows(parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN) -> OfWorkers:
-    """FSDP: each parameter is divided along its first dimension and padded to equal parts. Its state is not padded."""
-    return _in_parts([[_part(p, rank, workers) for p in parameters] for rank in range(workers)], how)
+def divided_in_rows(
+    parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN, *, ranks: int | None = None
+) -> OfWorkers:
+    """FSDP: each parameter is divided along its first dimension and padded to equal parts. Its state is not padded.
+
+    Args:
+        ranks: number of workers to return. The first one has the largest parts.
+    """
+    return _in_parts([[_part(p, rank, workers) for p in parameters] for rank in range(ranks or workers)], how)
 
 
 def divided_in_rows_beside_experts(
-    parameters: Shapes, workers: int, width: int, how: StateOptions = PLAIN, *, over: int, shards: int
+    parameters: Shapes,
+    workers: int,
+    width: int,
+    how: StateOptions = PLAIN,
+    *,
+    over: int,
+    shards: int,
+    ranks: int | None = None,
 ) -> OfWorkers:
-    """FSDP with expert parallelism: ``shards`` workers divide each expert among them."""
+    """FSDP with expert parallelism: ``shards`` workers divide each expert among them. For ``ranks`` see above."""
     parts: list[list[ParameterShape]] = []
-    for rank in range(workers):
+    for rank in range(ranks or workers):
         parts.append([])
         for parameter in parameters:
             if parameter.is_expert:
@@ -198,13 +213,13 @@ def divided_groups(parameters: Shapes, workers: int, width: int, how: StateOptio
     whole = sum(p.bytes_in(width) for p in parameters)
     groups, shares = _groups(parameters, workers, how)
     optimizer = FP32 * sum(shares) + how.optimizer.bytes_of(runs(shares))
+    borders = [[0, *accumulate(sizes)] for sizes in groups]
     states = []
     for rank in range(workers):
         gradients = 0
-        for sizes, share in zip(groups, shares, strict=True):
-            begin, end = rank * share, (rank + 1) * share
-            ends = zip(sizes, accumulate(sizes), strict=True)
-            gradients += sum(size for size, last in ends if last > begin and last - size < end)
+        for ends, share in zip(borders, shares, strict=True):
+            stop = min(bisect_left(ends, (rank + 1) * share), len(ends) - 1)
+            gradients += ends[stop] - ends[bisect_right(ends, rank * share) - 1]
         states.append(StateBytes(whole, width * gradients, optimizer))
     return states
 

@@ -1,7 +1,8 @@
 """The seconds of a step: computation by kind, waiting, each exchange, and the update. Imports no torch.
 
 A matrix product takes as long as its tiles need on the multiprocessors of the device, or its operands on their way to
-memory. Everything between two products moves their operands a few times through memory. Kernels wait if the host starts
+memory. Each operation between two products reads and writes its own operands. If a compiler fuses them, or a device
+file has their rate, they move the operands of the products a few times through memory. Kernels wait if the host starts
 them too late. An exchange has a delay per worker, and a size divided by the slowest link on its way. It is hidden by
 computation at the same time, but it also slows that computation down.
 
@@ -181,22 +182,27 @@ def tile_flops(product: Product, multiprocessors: int) -> float:
 
 
 @cache  # many layouts have the same trace
-def _works(trace: Trace, hardware: Hardware, hidden: int = 0, gathered: float = 0.0) -> dict[str, _Work]:
+def _works(
+    trace: Trace, hardware: Hardware, hidden: int = 0, gathered: float = 0.0, *, fuses: bool = True
+) -> dict[str, _Work]:
     """Return the work of a micro batch: in all blocks (forward, backward), before and after them, and in the head.
 
     Args:
+        fuses: see :class:`MemoryOptions`.
         hidden: width of the hidden state.
         gathered: bytes of a hidden state that only products read or write, because the sequence is divided elsewhere.
     """
     parts = dict.fromkeys(("forward", "backward", "ends", "head"), _Work())
+    by_operands = fuses or hardware.activation_bandwidth is not None
     bandwidth = hardware.activation_bandwidth or hardware.memory_bandwidth / MEMORY_PASSES
     for phase in trace.phases:
         part = {"begin": "ends", "end": "ends", "turn": "head", "reduce": "head"}.get(phase.name, phase.name)
-        work = _Work(host=hardware.launch_seconds * phase.launches)
+        between = 0.0 if by_operands else phase.traffic / (hardware.memory_bandwidth * GB)
+        work = _Work(memory=between, host=hardware.launch_seconds * phase.launches)
         for product in phase.products:
             seconds = product_seconds(product, hardware)
             is_linear = product.batch == 1 and hidden in (product.rows, product.inner, product.columns)
-            moved = max(0.0, product.moved - gathered * is_linear) / (bandwidth * GB)
+            moved = by_operands * max(0.0, product.moved - gathered * is_linear) / (bandwidth * GB)
             kinds = (0.0, seconds) if product.is_attention else (seconds, 0.0)
             work = work.plus(_Work(*kinds, moved, hardware.launch_seconds), product.times)
         parts[part] = parts[part].plus(work)
@@ -249,7 +255,7 @@ def predict_seconds(
     per_parameter = 1 / (layout.tensor * hardware.memory_bandwidth * GB)
     hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width / layout.context
     gathered = hidden_bytes * (1 - 1 / layout.tensor) if layout.sequence_parallel else 0.0
-    works = _works(trace, hardware, facts.hidden, gathered)
+    works = _works(trace, hardware, facts.hidden, gathered, fuses=setting.fuses)
     sums = GRADIENT_TRAFFIC * facts.parameters * per_parameter  # a worker has all experts in a trace
     block = _Work(memory=sums / blocks).plus(works["forward"], 1 / blocks).plus(works["backward"], 1 / blocks)
     shares = [sum(stages[rank::pipeline]) for rank in range(pipeline)] if stages else [blocks / pipeline] * pipeline

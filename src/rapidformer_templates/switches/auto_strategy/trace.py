@@ -73,6 +73,7 @@ class Phase:
         segments: its parts between finished gradients, in order.
         products: its matrix products and attention kernels, in order.
         launches: number of its other operations.
+        traffic: bytes that they read from memory and write to it.
         after_first_gradient: whether a parameter has its gradient when the phase begins.
         finished: bytes of finished gradients at its end.
         saved: bytes made in it that are alive when the backward begins.
@@ -89,6 +90,7 @@ class Phase:
     segments: tuple[PhaseSegment, ...] = field(default=(), hash=False)
     products: tuple[Product, ...] = ()
     launches: int = 0
+    traffic: int = 0
     after_first_gradient: bool = False
     finished: int = 0
     saved: int = 0
@@ -179,7 +181,7 @@ class Trace:
             pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
             return {name: a + (b - a) * (micro_batch - first) // (second - first) for name, (a, b) in pairs.items()}
 
-        amounts = ("peak_beside_earlier", "end", "saved", "casts", "sent")
+        amounts = ("peak_beside_earlier", "end", "saved", "casts", "sent", "traffic")
         sizes = ("batch", "rows", "inner", "columns", "moved", "flops")
 
         def products_between(a: Phase, b: Phase) -> tuple[Product, ...]:
@@ -241,6 +243,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 finished=phase.finished + (gradients if i >= backward[1] else 0),
                 products=tuple(replace(product, times=times) for product in phase.products),
                 launches=phase.launches * times,
+                traffic=phase.traffic * times,
                 saved=phase.saved * times,
                 casts=phase.casts * times,
                 # a block is sent during the forward of the next one

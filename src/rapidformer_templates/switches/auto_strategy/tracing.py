@@ -165,6 +165,25 @@ def product_of(
 
 _CAST = torch.ops.aten._to_copy.default
 
+READS_FEW = ("embedding", "gather", "index", "index_select", "nll_loss_forward")
+"""Operations that read as many elements of their input as their output has."""
+
+ALLOCATES = ("detach", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view")
+"""Operations that read and write nothing."""
+
+
+def traffic_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object], result: object) -> int:
+    """Return the bytes that an operation other than a product reads from memory and writes to it."""
+    name = func._opname
+    if func.namespace == "prim" or name in ALLOCATES:
+        return 0
+    written = sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    if name in READS_FEW:
+        return 2 * written
+    # An expanded tensor has more elements than its memory.
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return written + sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in inputs)
+
 
 class _TraceWatch(LiveStorages):
     """Records live storages, operations and finished gradients of each phase."""
@@ -188,7 +207,7 @@ class _TraceWatch(LiveStorages):
         self._segments: list[PhaseSegment] = []
         self._begin = self._peak_without = self._finished_at_begin = 0
         self._products: list[Product] = []
-        self._launches = 0
+        self._launches = self._traffic = 0
         self._has_gradient = False
 
     def __torch_dispatch__(
@@ -219,6 +238,7 @@ class _TraceWatch(LiveStorages):
             self._products.append(product)
         elif not func.is_view:
             self._launches += 1
+            self._traffic += traffic_of(func, args, kwargs, result)
         return result
 
     def enter(self, name: str, stack: tuple[str, int] | None = None) -> None:
@@ -229,12 +249,13 @@ class _TraceWatch(LiveStorages):
         self._sent = self.counts.sent
         phase = Phase(*self._phase, *sizes, after_first_gradient=begun, finished=self.finished, sent=sent)
         segments, products = tuple(self._segments), tuple(self._products)
-        self.phases.append(replace(phase, segments=segments, products=products, launches=self._launches))
+        phase = replace(phase, segments=segments, products=products, launches=self._launches, traffic=self._traffic)
+        self.phases.append(phase)
         self._has_gradient = self.finished > 0 or name == "reduce"
         self._phase = (name, stack)
         self._finished_before = self.finished
         self.reset_peak()
-        self._segments, self._products, self._launches = [], [], 0
+        self._segments, self._products, self._launches, self._traffic = [], [], 0, 0
 
     def _begin_segment(self) -> None:
         """End the current segment and begin another."""

@@ -144,10 +144,10 @@ SWITCHES = (
         options=TorchCompileFlags,
         on={"torch_compile": DEFAULT},
         predicts=Prediction(
+            predicted={"time": "operations between two matrix products move the operands of these 1.9 times"},
             unknown=always(
-                activations="the compiler fuses operations and recomputes some; the eager model is predicted",
-                time="the compiler fuses operations; the eager model is predicted",
-            )
+                activations="the compiler fuses operations and recomputes some; the eager model is predicted"
+            ),
         ),
         family="graph",
         claims=frozenset({Resource.GRAPH}),
