@@ -160,17 +160,23 @@ class Search:
     def _greatest_speeds(self, settings: Mapping[Layout, MemoryOptions]) -> dict[Layout, float]:
         """Return the samples per second of the fastest layout of each family, whether or not it fits.
 
-        It is infinite if a family cannot be traced, so that the error is met when the family is tried.
+        It is infinite if the states of a family do not fit, or if it cannot be traced: it is tried, and rejected.
         """
-        self.subject.shapes.prepare({variant_of(family, setting) for family, setting in settings.items()})
         speeds = dict.fromkeys(settings, math.inf)
-        for family, setting in settings.items():
+        traced = {family: setting for family, setting in settings.items() if self._states_fit(family, setting)}
+        self.subject.shapes.prepare({variant_of(family, setting) for family, setting in traced.items()})
+        for family, setting in traced.items():
             with suppress(ModelError):
                 speeds[family] = max(
                     layout.global_batch / self._timing(layout, setting, self._trace(layout, setting, exact=False)).total
                     for layout in self._batches(family)
                 )
         return speeds
+
+    def _states_fit(self, family: Layout, setting: MemoryOptions) -> bool:
+        with suppress(ModelError):  # met again when the family is tried
+            return self._needed_gb(states_alone(self.subject.shapes, family, setting).total) <= self.hardware.memory_gb
+        return False
 
     def _is_wanted(self, family: Layout, speed: float, fitting: Sequence[Candidate], tries: Counter[str]) -> bool:
         """Whether a family may have one of the layouts to show.

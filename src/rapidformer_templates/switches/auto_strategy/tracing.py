@@ -174,7 +174,7 @@ ALLOCATES = ("detach", "empty", "empty_like", "empty_strided", "new_empty", "_un
 
 def traffic_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object], result: object) -> int:
     """Return the bytes that an operation other than a product reads from memory and writes to it."""
-    name = func._opname
+    name = func.name().partition("::")[2].partition(".")[0]
     if func.namespace == "prim" or name in ALLOCATES:
         return 0
     written = sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
