@@ -174,11 +174,12 @@ def restore_run(run: Run) -> Position:
         path = checkpoint_to_load(Path(training.load), workers)
     if path is None or weights_only:
         if path is not None:
-            check_base(Reader(path), fresh.base)
-            if others := _other_settings(Reader(path), fresh.settings):
+            reader = Reader(path)
+            check_base(reader, fresh.base)
+            if others := _other_settings(reader, fresh.settings):
                 say(workers, f"its weights compute something else here: {others}", loud=True)
             with _of_its_model(path):
-                engine.load(Reader(path), optimizer=False)
+                engine.load(reader, optimizer=False)
         seed_all(training.seed + 1 + workers.stream)
         return fresh
     reader = Reader(path)

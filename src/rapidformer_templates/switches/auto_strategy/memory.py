@@ -80,12 +80,12 @@ def states_by_worker(
             for peer in range(layout.tensor)
         ]
     formula = FORMULAS[setting.offload][layout.partitioning]
-    if layout.partitioning == "fsdp":
-        formula = partial(state_bytes.divided_in_rows, ranks=1 if largest else None)
-        if layout.experts > 1:
-            shards = shards_of_experts(layout.replicas, layout.shares, layout.experts)
-            beside = partial(state_bytes.divided_in_rows_beside_experts, over=layout.experts, shards=shards)
-            formula = partial(beside, ranks=1 if largest else None)
+    ranks = 1 if largest else None
+    if layout.experts > 1 and layout.partitioning == "fsdp":
+        shards = shards_of_experts(layout.replicas, layout.shares, layout.experts)
+        formula = partial(state_bytes.divided_in_rows_beside_experts, over=layout.experts, shards=shards, ranks=ranks)
+    elif layout.partitioning == "fsdp":
+        formula = partial(state_bytes.divided_in_rows, ranks=ranks)
     elif layout.experts > 1:
         formula = partial(state_bytes.divided_experts, over=layout.experts)
     width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32

@@ -38,7 +38,7 @@ ALLOWANCE = 0.05
 """Share of the predicted memory that must also be free: for fragmentation, and for buffers a transfer still holds."""
 
 SHOWN = 10
-"""Number of layouts in a table. A search leaves out layouts that are slower than so many that fit."""
+"""Number of layouts in a table. A search ends when this number of layouts fit and all others are slower."""
 
 DISK_GB_PER_SECOND = 1.0
 """Assumed rate at which all workers together write a checkpoint: a shared file system, or one fast disk."""

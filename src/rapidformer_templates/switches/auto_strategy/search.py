@@ -68,7 +68,7 @@ TOLD_APART = 0.03
 """Speeds that differ by less than this count as equal: the time model is not more accurate."""
 
 COMPARED = ("tensor", "pipeline", "virtual", "experts", "recompute", "partitioned")
-"""Sizes of a family of layouts. The best layout with another value is shown beside the best one."""
+"""Sizes of a family of layouts. The output also names the best layout with another value of each size."""
 
 TRIES = 10
 """Families that are tried to find another value of a size, the fastest first."""
@@ -449,7 +449,7 @@ class Search:
 
 
 def _steps_below(best: float, speed: float) -> int:
-    """By how many steps that can be told apart a speed is below the best one."""
+    """By how many steps of ``TOLD_APART`` a speed is below the best one."""
     return math.floor(math.log(best / speed) / math.log(1 + TOLD_APART))
 
 

@@ -160,13 +160,8 @@ class Stage:
         shapes = list(self.parameters.values())
         if self._is_sharded:
             shapes = self._runs_of(replica)
-        parameters = self._narrow_bytes + sum(p.stored_bytes for p in self.model.stage_frozen(self.coordinates))
-        gradients = sum(self._sums)
-        if self._is_sharded:
-            gradients = self._share(replica)
-        optimizer = self.setting.how.optimizer.bytes_of(shapes)
-        if self._has_masters:
-            optimizer += FP32 * sum(part.count for part in shapes if part.has_master)
+        parameters, optimizer = self._parameter_bytes, self._optimizer_bytes(shapes)
+        gradients = self._share(replica) if self._is_sharded else sum(self._sums)
         if not self.setting.offload:
             return StateBytes(parameters, gradients, optimizer)
         # copies of weights and gradients for the update on the host
@@ -176,14 +171,20 @@ class Stage:
     @cached_property
     def least_states(self) -> StateBytes:
         """The mean states of the replicas' workers. The largest one has at least as much. It is fast to compute."""
-        trained = list(self.parameters.values())
-        parameters = self._narrow_bytes + sum(p.stored_bytes for p in self.model.stage_frozen(self.coordinates))
-        optimizer = self.setting.how.optimizer.bytes_of(trained)
-        if self._has_masters:
-            optimizer += FP32 * sum(part.count for part in trained if part.has_master)
         shares = self.layout.replicas if self._is_sharded else 1
-        on_host = (0, 0, optimizer // shares if self.setting.offload else 0)
-        return StateBytes(parameters, sum(self._sums) // shares, optimizer // shares, on_host=on_host)
+        optimizer = self._optimizer_bytes(list(self.parameters.values())) // shares
+        on_host = (0, 0, optimizer if self.setting.offload else 0)
+        return StateBytes(self._parameter_bytes, sum(self._sums) // shares, optimizer, on_host=on_host)
+
+    @property
+    def _parameter_bytes(self) -> int:
+        """Bytes of the trained and the frozen parameters."""
+        return self._narrow_bytes + sum(p.stored_bytes for p in self.model.stage_frozen(self.coordinates))
+
+    def _optimizer_bytes(self, updated: Sequence[ParameterShape]) -> int:
+        """Bytes of the optimizer's state for these parameters, and of their masters."""
+        masters = FP32 * sum(part.count for part in updated if part.has_master) if self._has_masters else 0
+        return self.setting.how.optimizer.bytes_of(updated) + masters
 
     @cached_property
     def largest_replica(self) -> int:

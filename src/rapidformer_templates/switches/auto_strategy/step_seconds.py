@@ -182,9 +182,7 @@ def tile_flops(product: Product, multiprocessors: int) -> float:
 
 
 @cache  # many layouts have the same trace
-def _works(
-    trace: Trace, hardware: Hardware, hidden: int = 0, gathered: float = 0.0, *, fuses: bool = True
-) -> dict[str, _Work]:
+def _works(trace: Trace, hardware: Hardware, hidden: int, gathered: float, *, fuses: bool) -> dict[str, _Work]:
     """Return the work of a micro batch: in all blocks (forward, backward), before and after them, and in the head.
 
     Args:
