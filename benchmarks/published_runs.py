@@ -23,6 +23,7 @@ from unittest.mock import patch
 from benchmarks.contest import Advance, Answer, Columns, Flag, Row, asks, progress, table, verdict
 from rapidformer_templates.commands.plan import plan_request
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import variant_of
@@ -95,8 +96,8 @@ def command(row: Mapping[str, str], folder: str) -> list[str]:
         words += ["--virtual-pipeline-size", str(virtual)]
     if pipeline > 1:
         words += ["--pipeline-stages", ",".join(str(len(range(stage, layers, stages))) for stage in range(stages))]
-    if flag := PARTITIONINGS[row["partitioning"]]:
-        words.append("--" + flag.replace("_", "-"))
+    for name, value in PARTITIONINGS[row["partitioning"]].items():
+        words += [spelling(name)] if value is True else [spelling(name), str(value)]
     return [*words, *PRECISIONS[row["precision"]], *RECOMPUTATION.get(row["recompute"], [])]
 
 

@@ -170,6 +170,7 @@ def test_options_have_types(kind: type) -> None:
 
 
 SIDEWAYS = {
+    ("fsdp", "layout"): "a stage of a pipeline shards its parameters",
     ("layout", "mixture_of_experts"): "it divides the experts",
     ("torch_compile", "layout"): "a graph must contain no divided parameter",
 }

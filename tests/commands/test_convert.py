@@ -89,6 +89,7 @@ LLAMA = {
     "position-embedding-type": "rope", "swiglu": True, "normalization": "RMSNorm", "disable-bias-linear": True,
     "untie-embeddings-and-output-weights": True, "ffn-hidden-size": 11008, "attention-dropout": 0, "hidden-dropout": 0,
 }  # fmt: skip
+STRATEGY = "data_parallel_sharding_strategy"
 SIZES = {"num-layers": 2, "hidden-size": 4096, "num-attention-heads": 32, "train-iters": 5}
 
 
@@ -107,6 +108,22 @@ def test_one_argument_does_not_make_a_llama(only: dict[str, reader.Value]) -> No
     assert "model_type" not in result.flags
     assert {f"{name}: {reader.shown(value)}" for name, value in only.items()} <= result.left.keys()
     assert reader.convert_megatron("pretrain_gpt.py", SIZES, None, reader.Options()).flags["model_type"] == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tensor", "expected"),
+    [
+        ("optim_grads_params", 2, {"use_distributed_optimizer": True, STRATEGY: "optim_grads_params"}),
+        ("optim_grads_params", 1, {"fsdp_memory_optimization": True}),
+        ("optim_grads", 1, {"use_distributed_optimizer": True, STRATEGY: "optim_grads"}),
+        ("optim", 1, {"use_distributed_optimizer": True, STRATEGY: "optim"}),
+    ],
+)
+def test_megatrons_sharding_works_inside_a_layout(strategy: str, tensor: int, expected: dict[str, object]) -> None:
+    more = {"use_megatron_fsdp": True, STRATEGY: strategy, "tensor_model_parallel_size": tensor}
+    flags = reader.convert_megatron("pretrain_gpt.py", SIZES | more, 4, reader.Options()).flags
+    sharding = ("fsdp_memory_optimization", "use_distributed_optimizer", STRATEGY)
+    assert {name: value for name in sharding if (value := flags.get(name))} == expected
 
 
 def test_exponential_decay_of_megatron_is_not_another_one() -> None:

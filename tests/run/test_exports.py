@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from rapidformer_templates import Trainer
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.models import weight_files
+from rapidformer_templates.planning.plan import PIPELINE_FSDP_ENGINE
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import DDP_ENGINE
@@ -252,7 +253,8 @@ def test_the_files_have_the_numbers_of_the_run(name: str, tmp_path: Path) -> Non
 def test_every_engine_is_here() -> None:
     plans = {found.plan.engine for found in RUNS.values() if isinstance(found, Combination)}
     missing = {REGISTRY[switch].engine for name, found in RUNS.items() if found is None for switch in NAMES[name]}
-    assert plans | missing == {switch.engine for switch in REGISTRY.switches if switch.engine} | {DDP_ENGINE}
+    of_switches = {switch.engine for switch in REGISTRY.switches if switch.engine}
+    assert plans | missing == of_switches | {DDP_ENGINE, PIPELINE_FSDP_ENGINE}
 
 
 TEXTS = [words(3 + i % 9, i) for i in range(16)]

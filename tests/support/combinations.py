@@ -162,7 +162,8 @@ def accepted(names: Sequence[str], most: int = 4) -> Combination | None:
             dimensions.
     """
     divided = {"tensor-parallel", "pipeline-parallel"} & set(names)
-    return _accepted(names, world=4 if FOUR & set(names) else most if divided else 2)
+    shards = "sharding-strategy" in names and divided  # two workers with the same part
+    return _accepted(names, world=4 if shards or FOUR & set(names) else most if divided else 2)
 
 
 def accepted_on_one(names: Sequence[str], device: str) -> Combination | None:

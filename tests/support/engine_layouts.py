@@ -12,6 +12,8 @@ LAYOUTS = {
     "hybrid sharding": ("hybrid-sharding",),
     "tensor 2, pipeline 2": ("tensor-parallel", "pipeline-parallel"),
     "tensor 2, zero-2": ("tensor-parallel", "zero-2"),
+    "tensor 2, shards": ("tensor-parallel", "sharding-strategy"),
+    "pipeline 2, shards": ("pipeline-parallel", "sharding-strategy"),
     "tensor 2, divided experts": ("tensor-parallel", "expert-parallel"),
 }
 """Layouts in addition to one run of each switch that has an engine. Some of these divide a model over two workers."""

@@ -18,6 +18,9 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+SHARDS = "shards"
+"""The mesh dimension along which FSDP shards a worker's part of a tensor."""
+
 Segments = list[tuple[int, int]]
 """(start, length) of the ranges of a dimension that a rank holds, in their local order."""
 
@@ -114,9 +117,17 @@ def local_boxes(tensor: torch.Tensor) -> list[Box]:
     """
     if not isinstance(tensor, DTensor):
         return boxes_of(tuple(tensor.shape), (), (), ())
-    coordinate = tensor.device_mesh.get_coordinate()
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a tensor of another rank's mesh"
-    return boxes_of(tuple(tensor.shape), tensor.placements, tuple(tensor.device_mesh.shape), coordinate)
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    sides = list(zip(names, tensor.placements, mesh.shape, coordinate, strict=True))
+    # FSDP shards the part of a tensor-parallel worker. Torch writes this the other way round, for equal parts only.
+    for side in list(sides):
+        if side[0] == SHARDS and isinstance(side[1], _StridedShard):
+            sides.remove(side)
+            sides.append((SHARDS, Shard(side[1].dim), *side[2:]))
+    _, placements, sizes, place = zip(*sides, strict=True)
+    return boxes_of(tuple(tensor.shape), placements, sizes, place)
 
 
 def divided_over(tensor: torch.Tensor, dimension: str) -> int:

@@ -124,9 +124,9 @@ class SingleEngine:
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         """Move the model to the device, shard it, and build the optimizer over the local parameters."""
         self.model = model.train()
-        differing = recipe.differences(trained_parameters(self.model))
+        differing = recipe.differences(self._trained_parameters())
         self._shard(self.model)
-        trained = trained_parameters(self.model)  # sharding replaces the parameters
+        trained = self._trained_parameters()  # sharding replaces the parameters
         self._parameters = [parameter for _, parameter in trained]
         self.optimizer = self._build_optimizer(recipe, trained, differing)
         self._updated_shards = {
@@ -134,6 +134,11 @@ class SingleEngine:
             for name, tensor in sharding.named_tensors(self.assembly).items()
             if tensor.requires_grad
         }
+
+    def _trained_parameters(self) -> Named:
+        """Return the trained parameters by their names in the whole model, which copies in other stages share."""
+        whole_name = self.assembly.placement.whole_name
+        return [(whole_name(name), parameter) for name, parameter in trained_parameters(self.model)]
 
     def _shard(self, model: nn.Module) -> None:
         """Move a model to the device in place, and shard its parameters if the engine does so."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import get_total_norm
 
 from rapidformer_templates.engines.assembly import Assembly
-from rapidformer_templates.engines.boxes import Index, divided_over
+from rapidformer_templates.engines.boxes import SHARDS, Index, divided_over
 from rapidformer_templates.errors import CheckpointError, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.system.workers import Workers, broadcast
@@ -59,8 +59,9 @@ NO_COPIES = Copies()
 def copies_of(tensor: torch.Tensor, workers: Workers) -> Copies:
     """Return the workers with the same values as this one, from the tensor's mesh or else the workers' mesh."""
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-    if mesh is None or COPIES not in (mesh.mesh_dim_names or ()):
-        if mesh is not None and mesh.size() == workers.world:
+    names = mesh.mesh_dim_names or () if mesh is not None else ()
+    if mesh is None or COPIES not in names:
+        if mesh is not None and (SHARDS in names or mesh.size() == workers.world):
             return NO_COPIES  # every worker has another part
         mesh = workers.mesh
     if mesh is None:

@@ -12,6 +12,9 @@ from rapidformer_templates.planning.schedules import FileSchedule
 
 PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
 """The engine of 3D layouts."""
+FSDP_ENGINE = "rapidformer_templates.switches.fsdp.engine:FSDPEngine"
+PIPELINE_FSDP_ENGINE = "rapidformer_templates.switches.fsdp.pipeline:PipelineFSDPEngine"
+"""The engines that shard parameters, too."""
 
 AttentionKernel = Literal["flash", "flash_attn", "efficient"]
 """Kernels of flash attention: torch's, that of the package, and torch's memory-efficient one."""
@@ -113,7 +116,7 @@ class EngineOptions:
         context_kind: how attention sees whole sequences. None: the number of heads decides.
     """
 
-    shard_over_data: Literal["optimizer", "gradients"] | None = None
+    shard_over_data: Literal["optimizer", "gradients", "parameters"] | None = None
     master_weights: MasterTypes | None = None
     offload: Literal["cpu", "nvme"] | None = None
     deepspeed: Section = field(default_factory=dict)

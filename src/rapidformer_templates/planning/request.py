@@ -58,7 +58,9 @@ def build_request(
         **divided,
     )
     model = model or model_facts(config)
-    active = [s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model)]
+    options = config.switches
+    active = [s for s in switches if s.active(options[s.name], sizes) or s.implied(model)]
+    active = [switch.variant(switch, options[switch.name]) for switch in active]
     are_separate = any(switch.copies_differ for switch in active) and any(switch.divides_copies for switch in active)
     if sizes.divides > 1 or are_separate:
         active = [switch.in_layout(switch) for switch in active]

@@ -12,7 +12,15 @@ from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.settings import file_schedule
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.plan import PARALLEL_ENGINE, EngineOptions, Plan, PlannedValue, groups_of
+from rapidformer_templates.planning.plan import (
+    FSDP_ENGINE,
+    PARALLEL_ENGINE,
+    PIPELINE_FSDP_ENGINE,
+    EngineOptions,
+    Plan,
+    PlannedValue,
+    groups_of,
+)
 from rapidformer_templates.planning.registry import REGISTRY, Registry, in_words
 from rapidformer_templates.planning.request import (
     build_request,
@@ -76,7 +84,7 @@ def plan_of(request: Request, registry: Registry) -> Plan:
         template=environment.template or "none",
         switches=tuple(request.active),
         sizes=request.sizes,
-        engine=_engine(request),
+        engine=_engine(request, options),
         builds_in_shares=any(switch.builds_in_shares for switch in request.active.values()),
         engine_options=options,
         device=environment.device,
@@ -92,9 +100,11 @@ def plan_of(request: Request, registry: Registry) -> Plan:
     )
 
 
-def _engine(request: Request) -> str:
+def _engine(request: Request, options: EngineOptions) -> str:
     """Return the engine that owns the optimizer step."""
     owner = engine_owner(request)
+    if options.shard_over_data == "parameters":
+        return PIPELINE_FSDP_ENGINE if request.sizes.pipeline > 1 else FSDP_ENGINE
     if owner is not None:
         return str(owner.engine)
     narrow = precision(request.config, request.environment) != "fp32" and wide_weights(request) is None

@@ -339,6 +339,7 @@ class Switch:
         off: field values that turn it off, for suggestions. By default, the default of the first flag.
         changes_result: whether it changes the result, and not only the cost. Then a one-process run for comparison
             needs it, too.
+        variant: returns the switch as it acts with these options.
         in_layout: returns the switch as it acts if the engine of 3D layouts trains. It does if tensor, context or
             pipeline parallelism divide a replica, or if one switch makes copies differ and another divides them.
         copies_differ: whether some parameters have copies on fewer workers than others.
@@ -385,6 +386,7 @@ class Switch:
     receipt: tuple[str, ...] = ()
     receipt_hooks: str | None = None
     changes_result: bool = False
+    variant: Callable[[Switch, Any], Switch] = lambda switch, options: switch
     in_layout: Callable[[Switch], Switch] = lambda switch: switch
     copies_differ: bool = False
     divides_copies: bool = False

@@ -34,8 +34,8 @@ def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 INTERNAL = {
-    "trained_elements", "updated_elements", "gradient_elements", "divided_elements", "divided_over_experts",
-    "trained_over_experts", "largest_parameter", "chosen_shapes",
+    "trained_elements", "updated_elements", "gradient_elements", "held_elements", "divided_elements",
+    "divided_over_experts", "trained_over_experts", "largest_parameter", "chosen_shapes",
 }  # fmt: skip
 """Values that switches check but the summary does not show."""
 
@@ -169,12 +169,13 @@ class Receipts:
             part = local_part(p)
             local[p] = min(count * part.nbytes // bytes_of(p) if is_quantized(p) else part.numel(), count)
         # Under tensor parallelism, this rank trains only its part of the sharded matrices, even without other switches.
-        trained = {p: local[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
+        trained = {p: -(-count // divided_over(p, "tensor")) for p, count in whole.items()}
         of_experts = {p: count for p, count in whole.items() if divided_over(p, "experts") > 1}
         elements: Measurements = {
             "trained_elements": sum(count for p, count in trained.items() if id(p) in self._trained),
             "updated_elements": sum(local_part(p).numel() for g in engine.optimizer.param_groups for p in g["params"]),
             "gradient_elements": self._gradient_elements,
+            "held_elements": sum(count for p, count in local.items() if id(p) in self._trained),
             "divided_elements": sum(count for p, count in whole.items() if local[p] < count),
             "divided_over_experts": sum(of_experts.values()),
             "trained_over_experts": sum(count for p, count in of_experts.items() if id(p) in self._trained),

@@ -120,6 +120,11 @@ class Workers:
         return self.rank // self.tensor % self.copies
 
     @property
+    def copies_group(self) -> dist.ProcessGroup | None:
+        """The process group of the workers with the same parameters. None is the group of all workers."""
+        return self.mesh.get_group("copies") if self.mesh is not None else None
+
+    @property
     def pipeline_rank(self) -> int:
         return self.rank // (self.tensor * self.copies)
 

@@ -24,6 +24,7 @@ TENSOR, PIPELINE, VIRTUAL = (
     "--virtual-pipeline-size",
 )
 ZERO_1, ZERO_2 = "--zero-1-memory-optimization", "--zero-2-memory-optimization"
+SHARDS = "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
 DISTRIBUTED, CHECKPOINTED = "--use-distributed-optimizer", "--checkpoint-activations"
 
 # (job, double precision, flags), each with four workers.
@@ -38,15 +39,33 @@ FOUR = {
     "pp2-dp2-frozen": ("frozen-8", True, f"--micro-batch-size 2 {PIPELINE} 2 {ZERO_2}"),
     "pp2-dp2-outputs-kept": ("tanh-4", True, f"--micro-batch-size 1 {PIPELINE} 2 {ZERO_1}"),
     "pp4-fused": ("gpt2-8-tied", True, f"--micro-batch-size 2 {PIPELINE} 4 --fused-linear-cross-entropy"),
+    "tp2-dp2-shards": ("llama-4-tied", True, f"--micro-batch-size 2 {TENSOR} 2 --sequence-parallel {SHARDS}"),
+    "tp2-dp2-shards-once": (
+        "bert-4-untied",
+        True,
+        f"--micro-batch-size 2 {TENSOR} 2 {SHARDS} --no-fsdp-reduce-every-micro-batch",
+    ),
+    "pp2-dp2-shards": ("gpt2-4-tied", True, f"--micro-batch-size 1 {PIPELINE} 2 {SHARDS} --fsdp-reshard-after-forward"),
+    "pp2-dp2-shards-interleaved": ("neox-8-untied", True, f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {SHARDS}"),
+    "pp2-dp2-shards-once": (
+        "gpt2-8-tied",
+        True,
+        f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {SHARDS} --no-fsdp-reduce-every-micro-batch",
+    ),
+    "pp2-dp2-shards-frozen": ("frozen-8", True, f"--micro-batch-size 2 {PIPELINE} 2 {SHARDS}"),
+    "pp2-dp2-shards-outputs-kept": ("tanh-4", True, f"--micro-batch-size 1 {PIPELINE} 2 {SHARDS}"),
     "own-loss": ("own-loss", True, f"--micro-batch-size 2 {PIPELINE} 2 {DISTRIBUTED}"),
 }
-SHORT = ("pp2-dp2-zero-2",)
+SHORT = ("pp2-dp2-zero-2", "tp2-dp2-shards", "pp2-dp2-shards-interleaved")
 """For ``make test``. Rows of the covering table have other layouts, frozen parameters and the fused loss."""
 HOLDS = {"pp2-dp2-zero-2", "pp2-dp2-interleaved-zero-1"}
 """Layouts of which each worker has half of the gradients and of the state of its stage."""
+EACH_SHARE = {"tp2-dp2-shards", "pp2-dp2-shards-interleaved"}
+"""Layouts of which each worker has half of the parameters of its part, too."""
 HALF = {
     "bf16": ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision bf16 {PIPELINE} 2 {ZERO_1}"),
     "fp16": ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision fp16 {PIPELINE} 2 {ZERO_2}"),
+    "fp16-shards": ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision fp16 {PIPELINE} 2 {SHARDS}"),
 }
 OFFLOADED = ("gpt2-4-tied", True, f"--micro-batch-size 1 {PIPELINE} 2 {ZERO_1} --cpu-offload")
 
@@ -64,11 +83,13 @@ def _with_steps(cases: dict[str, tuple[str, bool, str]]) -> dict[str, tuple[str,
 
 
 # A run that dies and resumes in another layout, several times: (flags, the step after which it dies).
-RESUMED = "--train-iters 6 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3 --no-export-model"
+RESUMED = "--train-iters 8 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3 --no-export-model"
 CHAIN = (
     (f"--micro-batch-size 4 {TENSOR} 2 {PIPELINE} 2", 2),
     (f"--micro-batch-size 2 {PIPELINE} 4 --resume", 3),
-    (f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {ZERO_2} --resume", 4),
+    (f"--micro-batch-size 2 {TENSOR} 2 {SHARDS} --resume", 4),
+    (f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {ZERO_2} --resume", 5),
+    (f"--micro-batch-size 1 {PIPELINE} 2 {SHARDS} --resume", 6),
 )
 
 
@@ -120,7 +141,9 @@ def test_the_references_learn_and_are_clipped(references: Any) -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("kind", "dtype", "bits"), [("bf16", "bfloat16", 8), ("fp16", "float16", 11)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bits"), [("bf16", "bfloat16", 8), ("fp16", "float16", 11), ("fp16-shards", "float16", 11)]
+)
 def test_half_precision_follows_one_process_within_its_rounding(
     kind: str, dtype: str, bits: int, runs: Any, references: Any
 ) -> None:
@@ -128,7 +151,8 @@ def test_half_precision_follows_one_process_within_its_rounding(
     torch.testing.assert_close(found, wanted, rtol=2**-bits, atol=0)
     receipts = runs[kind]["summary"]["receipts"]
     assert dtype in receipts["activation_dtypes"]
-    assert receipts["parameter_dtypes"] == sorted([dtype, "float32"])  # matrices, and norms
+    narrow = [] if SHARDS in HALF[kind][2] else [dtype]  # matrices, and norms in fp32; shards are fp32
+    assert receipts["parameter_dtypes"] == sorted([*narrow, "float32"])
 
 
 @pytest.mark.longer
@@ -148,6 +172,15 @@ def test_receipts_show_what_each_worker_holds(layout: str, runs: Any, references
         assert place["optimizer_state_bytes"] == pytest.approx(place["parameter_bytes"], rel=0.01)
 
 
+@pytest.mark.parametrize("layout", by_default(EACH_SHARE, sorted(EACH_SHARE)))
+def test_a_worker_holds_its_shards_of_its_part(layout: str, runs: Any, references: Any) -> None:
+    held, whole = (each[layout]["summary"]["receipts"]["held_bytes_by_rank"] for each in (runs, references))
+    for place in held:  # half of a part, with the embedding and what tensor parallelism leaves whole
+        assert place["parameter_bytes"] < 0.33 * whole[0]["parameter_bytes"]
+        assert place["gradient_bytes"] == pytest.approx(place["parameter_bytes"], rel=0.05)  # without padding
+        assert place["optimizer_state_bytes"] == pytest.approx(2 * place["parameter_bytes"], rel=0.05)
+
+
 @pytest.fixture(scope="module")
 def whole() -> torch.Tensor:
     """The curve of an uninterrupted run of ``CHAIN`` in one process."""
@@ -162,12 +195,12 @@ def _chain_ends(workers: Any, folder: str) -> list[tuple[float, float]]:
 @pytest.mark.longer
 @pytest.mark.deepspeed
 def test_a_run_goes_through_all_engines(whole: torch.Tensor, tmp_path: Path) -> None:
-    """3D, a pipeline alone, an interleaved one, ZeRO-2 of DeepSpeed, one process, FSDP."""
+    """3D, pipelines alone and interleaved, shards of parts and stages, ZeRO-2 of DeepSpeed, one process, FSDP."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
     folder = str(tmp_path)
     curve = run_in_workers(4, _go_on, folder, CHAIN)[0]
-    curve += run_in_workers(2, _go_on, folder, ((f"--micro-batch-size 4 {ZERO_2} --resume", 5),))[0]
+    curve += run_in_workers(2, _go_on, folder, ((f"--micro-batch-size 4 {ZERO_2} --resume", 7),))[0]
     # One more step in one process. The run dies in its last step, and FSDP takes over before it.
-    curve += _begin(folder, "--micro-batch-size 4 --resume", dies_after=6)[:-1]
+    curve += _begin(folder, "--micro-batch-size 4 --resume", dies_after=8)[:-1]
     curve += run_in_workers(2, _chain_ends, folder)[0]
     torch.testing.assert_close(torch.tensor(curve), whole, rtol=1e-5, atol=1e-6)

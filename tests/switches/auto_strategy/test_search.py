@@ -86,6 +86,7 @@ def all_layouts(world: int, batch: int) -> list[Layout]:
         Layout(t, p, d, micro, batch // (micro * d), partitioning, recompute, sequence_parallel=t > 1)
         for (t, p, d), micro, partitioning, recompute in itertools.product(sizes, (1, 2, 4), PARTITIONINGS, RECOMPUTED)
         if batch % (micro * d) == 0 and (d > 1 or partitioning == "none")
+        if t * p > 1 or partitioning != "sharding-strategy"  # otherwise it is FSDP
     ]
 
 

@@ -5,6 +5,7 @@ import math
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,7 +23,7 @@ from rapidformer_templates.switches.fsdp import engine
 from tests.support import combinations, engine_runs
 from tests.support.collectives import GATHER, REDUCE, SUM, count_collectives
 from tests.support.engine_runs import SAVED
-from tests.support.jobs import OTHERS, CausalJob
+from tests.support.jobs import OTHERS, VOCABULARY, CausalJob
 from tests.support.lines import Line
 from tests.support.parity import EXACT, Trained, assert_close, assert_follows, observed, reference, train
 from tests.support.requests import config_of
@@ -43,6 +44,24 @@ REDUCED = {
     "fp16, sums in bf16": ("fp16", "bf16"),
 }
 """(precision, type of the sums) by name."""
+
+
+class OwnOutput(CausalJob):
+    """A model without blocks, whose output is no container that torch's ``fully_shard`` looks into."""
+
+    def make(self) -> torch.nn.Module:
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding, self.head = torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY)
+
+            def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
+                return SimpleNamespace(logits=self.head(torch.tanh(self.embedding(input_ids))))
+
+        return Model()
+
+
+OTHERS["own-output"] = OwnOutput
 
 
 class Counted(NamedTuple):
@@ -356,3 +375,12 @@ def test_the_first_step_shows_how_many_copies_there_are(
     plan = Plan("Trainer", ("fsdp", "hybrid-sharding"), Sizes(world=4, local_world=4, data=4))
     found = REGISTRY["hybrid-sharding"].acted(Measured(plan, config, ranks))
     assert found == said if said is None else str(found).startswith(said)
+
+
+def test_gradients_are_summed_whatever_the_model_returns() -> None:
+    found = run_in_workers(2, _train_own_output)[0]
+    assert_follows(found, reference("own-output", True, f"{STEPS} --micro-batch-size 4"), *EXACT)
+
+
+def _train_own_output(workers: Any) -> Trained:
+    return train("own-output", True, f"{STEPS} --micro-batch-size 4 --fsdp-memory-optimization")

@@ -53,6 +53,7 @@ NONE: tuple[Value, ...] = (None, "", [], {})
 SEVERAL = "give one data set, or a mixture by weights: data-name: 0.5 a 0.5 b (docs/fine-tuning-data.md)"
 OWN_MODEL = "build the model in build_model() of your script, from a config.json with these values (docs/white-box.md)"
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
+STRATEGY = "data_parallel_sharding_strategy"
 SIZES = tuple(f"{part}_parallel_size" for part in ("tensor_model", "pipeline_model", "context", "expert_model"))
 NOTHING = dict.fromkeys(("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples", "neftune_alpha"), 0)
 NOTHING |= {"dataloader_num_workers": 0, SIZES[3]: 1}
@@ -357,7 +358,15 @@ def _divide_workers(c: Conversion) -> int:
     tensor, pipeline, context, experts = sizes = [c.count(name) for name in SIZES]
     c.flags |= dict(zip(SIZES, sizes, strict=True))
     shard, copies = c.count("dp_shard_size"), c.count("dp_replicate_size")
-    c.flags |= {"fsdp_shard_size": shard} if shard > 1 and copies > 1 else {}
+    strategy = c.flags.pop(STRATEGY, None)
+    if c.flags.get("fsdp_memory_optimization") and tensor * pipeline > 1:
+        strategy = strategy or "optim_grads_params"
+        if copies > 1:
+            c.leave("dp_replicate_size", copies, "inside a 3D layout all data-parallel workers share one copy")
+    elif shard > 1 and copies > 1:
+        c.flags["fsdp_shard_size"] = shard
+    if strategy in ("optim", "optim_grads") or (strategy == "optim_grads_params" and tensor * pipeline > 1):
+        c.flags |= {"fsdp_memory_optimization": False, "use_distributed_optimizer": True, STRATEGY: strategy}
     # Experts are divided over the workers that have copies of everything else: data × context.
     c.workers = max(c.workers, tensor * pipeline * max(context, experts, context * shard * copies))
     c.flags["sequence_parallel"] = tensor > 1 and c.flags.get("sequence_parallel")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from rapidformer_templates.engines import shards as sharding
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.parallel import compute_dtype
 from rapidformer_templates.engines.parallel.buckets import bucket_size_for
@@ -50,7 +52,7 @@ class ParallelEngine(SingleEngine):
         for parameter in self.model.parameters():  # updates are runs of the flattened parameter
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
-        tied = self._open_groups_of_copies()
+        tied = open_groups_of_stages(self.assembly, self.workers)
         self._sync_initial_weights(tied)
         persistent = model.state_dict(keep_vars=True)
         self._kept_buffers = [buffer for name, buffer in model.named_buffers() if name in persistent]
@@ -85,30 +87,10 @@ class ParallelEngine(SingleEngine):
         self._updated_shards = {unit.values: _shard_of_unit(unit, shards[unit.of.name]) for unit in units}
         self._updates_in_chunks = updates_in_chunks(_path_of(type(self.optimizer)))
 
-    def _open_groups_of_copies(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """Create a process group for each set of stages that hold copies of a parameter.
-
-        Every worker creates all groups in the same order, because torch numbers groups in order of creation.
-        """
-        workers, groups = self.workers, {}
-        line = workers.copies * workers.tensor
-        for stages in sorted(set(self.assembly.placement.stages.values())):
-            for first in range(line):
-                group = dist.new_group([stage * line + first for stage in stages])
-                if first == workers.rank % line and workers.pipeline_rank in stages:
-                    groups[stages] = group
-        return groups
-
     def _sync_initial_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Broadcast initial weights from the first replica, and from the first stage for copies in several stages."""
-        placement = self.assembly.placement
-        tensors = {
-            placement.whole_name(canonical_name(name)): tensor.detach()
-            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
-        }
-        for stages, name in sorted((stages, name) for name, stages in placement.stages.items() if name in tensors):
-            broadcast(sharding.local_part(tensors[name]), group=tied[stages])
-        self._broadcast_from_first_replica(tensors.values())
+        send_from_first_stage(self.assembly, tied)
+        self._broadcast_from_first_replica(chain(self.model.parameters(), self.model.buffers()))
 
     def _broadcast_from_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -174,6 +156,31 @@ class ParallelEngine(SingleEngine):
     def load(self, reader: sharding.StateReader, *, optimizer: bool) -> None:
         super().load(reader, optimizer=optimizer)
         self._sharded_gradients.all_gather_parameters()  # 16-bit parameters follow their masters
+
+
+def open_groups_of_stages(assembly: Assembly, workers: Workers) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Create a process group for each set of stages that hold copies of a parameter.
+
+    Every worker creates all groups in the same order, because torch numbers groups in order of creation.
+    """
+    groups, line = {}, workers.copies * workers.tensor
+    for stages in sorted(set(assembly.placement.stages.values())):
+        for first in range(line):
+            group = dist.new_group([stage * line + first for stage in stages])
+            if first == workers.rank % line and workers.pipeline_rank in stages:
+                groups[stages] = group
+    return groups
+
+
+def send_from_first_stage(assembly: Assembly, tied: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
+    """Replace the values of a tensor that several stages hold by those of the first one."""
+    model, placement = assembly.model, assembly.placement
+    tensors = {
+        placement.whole_name(canonical_name(name)): tensor.detach()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    for stages, name in sorted((stages, name) for name, stages in placement.stages.items() if name in tensors):
+        broadcast(sharding.local_part(tensors[name]), group=tied[stages])
 
 
 def _shard_of_unit(unit: UpdateShard, parameter: sharding.Shard) -> sharding.Shard:

@@ -27,7 +27,7 @@ from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.switches.auto_strategy.stand_ins import FakeDataReads, fake_group, fake_tensors
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages, without_warnings
 from rapidformer_templates.switches.layout.experts import TokenDispatcher
-from rapidformer_templates.switches.layout.pipeline_engine import Links, PipelineEngine
+from rapidformer_templates.switches.layout.pipeline_engine import Links, RunsStages
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
 
@@ -149,7 +149,7 @@ def known_links(engine: Engine, compute_loss: Callable[[nn.Module], object]) -> 
     Args:
         compute_loss: computes the loss of a micro batch.
     """
-    if not isinstance(engine, PipelineEngine):
+    if not isinstance(engine, RunsStages):
         yield
         return
     block = next(iter(engine.assembly.blocks.values()))

@@ -14,23 +14,25 @@ from rapidformer_templates.planning.optimizers import CLASSES
 from rapidformer_templates.planning.plan import ContextKind, Plan
 from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, StateOptions
 
-PARTITIONINGS: Mapping[str, str | None] = {
-    "none": None,
-    "distributed-optimizer": "use_distributed_optimizer",
-    "zero-1": "zero_1_memory_optimization",
-    "zero-2": "zero_2_memory_optimization",
-    "oss": "oss_memory_optimization",
-    "oss-sdp": "oss_sdp_memory_optimization",
-    "fsdp": "fsdp_memory_optimization",
-    "zero-3": "zero_3_memory_optimization",
+FlagValue: TypeAlias = bool | int | str | None
+
+DISTRIBUTED, STRATEGY = "use_distributed_optimizer", "data_parallel_sharding_strategy"
+
+PARTITIONINGS: Mapping[str, Mapping[str, FlagValue]] = {
+    "none": {},
+    "distributed-optimizer": {DISTRIBUTED: True, STRATEGY: "optim"},
+    "zero-1": {"zero_1_memory_optimization": True},
+    "zero-2": {"zero_2_memory_optimization": True},
+    "oss": {"oss_memory_optimization": True},
+    "oss-sdp": {"oss_sdp_memory_optimization": True},
+    "fsdp": {"fsdp_memory_optimization": True},
+    "zero-3": {"zero_3_memory_optimization": True},
+    "sharding-strategy": {DISTRIBUTED: True, STRATEGY: "optim_grads_params"},
 }
-"""Ways to divide the model's states over the replicas, each with its flag. The fastest is first [D]."""
+"""Ways to divide the model's states over the replicas, each with its flags. The fastest is first [D]."""
 
 RECOMPUTED = ("none", "selective", "full")
 """Choices of activations that the backward recomputes. The fastest is first."""
-
-
-FlagValue: TypeAlias = bool | int | str | None
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,18 @@ class Layout:
     @property
     def is_divided(self) -> bool:
         """Whether the engine of 3D layouts trains it, in any precision."""
-        context = self.context > 1 and self.partitioning != "fsdp"
+        context = self.context > 1 and not self.as_fsdp
         return self.tensor * self.pipeline > 1 or context or self.partitioning == "distributed-optimizer"
+
+    @property
+    def shards_stages(self) -> bool:
+        """Whether FSDP shards the parameters of a stage, or of a tensor-parallel worker."""
+        return self.partitioning == "sharding-strategy" and self.tensor * self.pipeline > 1
+
+    @property
+    def as_fsdp(self) -> bool:
+        """Whether FSDP shards the parameters of undivided models."""
+        return self.partitioning == "fsdp" or (self.partitioning == "sharding-strategy" and not self.shards_stages)
 
     @property
     def global_batch(self) -> int:
@@ -121,7 +133,8 @@ class Layout:
 
     def values(self) -> dict[str, FlagValue]:
         """Return the configuration fields that request this layout, including those that are off."""
-        flags = {flag: name == self.partitioning for name, flag in PARTITIONINGS.items() if flag}
+        off: dict[str, FlagValue] = {name: False for flags in PARTITIONINGS.values() for name in flags}
+        flags: dict[str, FlagValue] = {**off, STRATEGY: "optim", **PARTITIONINGS[self.partitioning]}
         return {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
@@ -142,7 +155,8 @@ class Layout:
     def values_that_act(self, user_fields: Container[str] = ()) -> dict[str, FlagValue]:
         """Return the entries of :meth:`values` that differ from a plain run and that the user has not given."""
         batches = ("micro_batch_size", "global_batch_size")
-        acting = {n: v for n, v in self.values().items() if n in batches or v is True or v not in (None, False, 1)}
+        off = (None, False, 1, "optim")
+        acting = {n: v for n, v in self.values().items() if n in batches or v is True or v not in off}
         return {name: value for name, value in acting.items() if name not in user_fields}
 
     def flags(self) -> list[str]:
@@ -159,6 +173,9 @@ class Layout:
 def layout_of(plan: Plan) -> Layout:
     """Return the layout of a resolved run."""
     sizes, values = plan.sizes, {flag: entry["value"] for flag, entry in plan.values.items()}
+    partitioning = next((name for name in PARTITIONINGS if name in plan.switches), "none")
+    if plan.engine_options.shard_over_data == "parameters":
+        partitioning = "sharding-strategy"
     granularity = values.get(spelling("recompute_granularity")) or "full"
     return Layout(
         sizes.tensor,
@@ -166,7 +183,7 @@ def layout_of(plan: Plan) -> Layout:
         sizes.data,
         sizes.micro_batch,
         sizes.accumulation,
-        next((name for name in PARTITIONINGS if name in plan.switches), "none"),
+        partitioning,
         recompute=granularity if "checkpoint-activations" in plan.switches else "none",
         sequence_parallel="sequence-parallel" in plan.switches,
         shard_size=plan.engine_options.parameter_sharding.shard_size,
@@ -207,6 +224,7 @@ class MemoryOptions:
         offloads_activations: whether activations that the blocks keep go to the host.
         reshards: whether FSDP frees a block's whole parameters between forward and backward.
         reduces_each: whether FSDP keeps only shards of gradients between micro batches.
+        sums_early: whether the engine of 3D layouts keeps only shares of them.
         masters: 16-bit weights with masters. None leaves weights unchanged, or as DeepSpeed and FSDP convert them.
         context_kind: how attention covers divided sequences. None: the number of heads decides.
         updates_in_chunks: whether the optimizer accepts some gradients before others.
@@ -222,6 +240,7 @@ class MemoryOptions:
     bucket: int = LEAST
     reshards: bool = True
     reduces_each: bool = True
+    sums_early: bool = False
     masters: MasterWeights | None = None
     offloads_activations: bool = False
     updates_in_chunks: bool = True
@@ -234,7 +253,9 @@ class MemoryOptions:
 
         Only this engine has masters and exchanges gradients in buckets.
         """
-        has_own_engine = layout.experts > 1 and (layout.partitioning not in ("none", "fsdp") or self.offload != "")
+        has_own_engine = (
+            layout.experts > 1 and not layout.as_fsdp and (layout.partitioning != "none" or self.offload != "")
+        )
         return self.masters is not None or layout.is_divided or has_own_engine
 
 
@@ -268,6 +289,7 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         bucket=zero.get("reduce_bucket_size", LEAST),
         reshards=options.parameter_sharding.reshard_after_forward,
         reduces_each=options.parameter_sharding.reduce_every_micro_batch,
+        sums_early=options.shard_over_data == "gradients",
         masters=masters,
         offloads_activations="offload-activations" in plan.switches,
         updates_in_chunks=optimizer.per_parameter,

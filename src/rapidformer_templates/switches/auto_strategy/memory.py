@@ -12,7 +12,12 @@ from rapidformer_templates.switches.auto_strategy import state_bytes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.results import Memory
-from rapidformer_templates.switches.auto_strategy.stage_memory import MemorySnapshot, Stage, peak_stage_candidates
+from rapidformer_templates.switches.auto_strategy.stage_memory import (
+    MemorySnapshot,
+    Stage,
+    peak_stage_candidates,
+    stage_of,
+)
 from rapidformer_templates.switches.auto_strategy.state_bytes import Formula, StateBytes
 from rapidformer_templates.switches.auto_strategy.trace import Phase
 
@@ -54,7 +59,7 @@ def predict(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN, 
     states = largest_states(model, layout.of_states, setting)
     trace = model.trace(variant, exact=exact)
     on_device = states.on_gpu if setting.gpu else states
-    if layout.partitioning == "fsdp":
+    if layout.as_fsdp:
         moments = [*Sharded(model, layout, setting, _width(layout, setting), trace.phases).moments()]
     else:
         moments = [moment for phase in trace.phases for moment in _beside(model, layout, setting, on_device, phase)]
@@ -74,21 +79,21 @@ def states_by_worker(
     """
     if setting.by_parallel_engine(layout):
         return [
-            Stage(model, layout, stage, setting, peer).states(replica)
+            stage_of(model, layout, stage, setting, peer).states(replica)
             for stage in range(layout.pipeline)
             for replica in range(layout.replicas)
             for peer in range(layout.tensor)
         ]
-    formula = FORMULAS[setting.offload][layout.partitioning]
+    formula = FORMULAS[setting.offload]["fsdp" if layout.as_fsdp else layout.partitioning]
     ranks = 1 if largest else None
-    if layout.experts > 1 and layout.partitioning == "fsdp":
+    if layout.experts > 1 and layout.as_fsdp:
         shards = shards_of_experts(layout.replicas, layout.shares, layout.experts)
         formula = partial(state_bytes.divided_in_rows_beside_experts, over=layout.experts, shards=shards, ranks=ranks)
-    elif layout.partitioning == "fsdp":
+    elif layout.as_fsdp:
         formula = partial(state_bytes.divided_in_rows, ranks=ranks)
     elif layout.experts > 1:
         formula = partial(state_bytes.divided_experts, over=layout.experts)
-    width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
+    width = 2 if variant_of(layout, setting).weights == "narrow" and not layout.as_fsdp else FP32
     trained, frozen = (
         formula(parameters, layout.shares, width, setting.how)
         for parameters in (list(model.parameters.values()), model.frozen_of(model.all_parameters.values()))
@@ -120,8 +125,8 @@ def of_stage(stage: Stage, variant: Variant, accumulation: int, *, exact: bool) 
     return _memory(stage.model, stage.states(), moments, sent, gpu=stage.setting.gpu)
 
 
-NARROWING = ("zero-1", "zero-2", "zero-3", "fsdp")
-"""Partitionings with parameters in the compute type. DeepSpeed converts the model, FSDP gathers in that type."""
+NARROWING = ("zero-1", "zero-2", "zero-3")
+"""Partitionings with parameters in the compute type. FSDP gathers them in that type."""
 
 
 def variant_of(layout: Layout, setting: MemoryOptions) -> Variant:
@@ -139,7 +144,9 @@ def variant_of(layout: Layout, setting: MemoryOptions) -> Variant:
     )
     if setting.masters is not None:
         return replace(variant, weights="masters", sums=setting.masters.accumulate)
-    if setting.precision != "fp32" and layout.partitioning in NARROWING and not setting.by_parallel_engine(layout):
+    by_deepspeed = layout.partitioning in NARROWING and not setting.by_parallel_engine(layout)
+    narrows = layout.as_fsdp or layout.shards_stages or by_deepspeed
+    if setting.precision != "fp32" and narrows:
         return replace(variant, weights="narrow")
     return variant
 

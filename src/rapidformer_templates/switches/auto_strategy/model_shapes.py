@@ -227,9 +227,9 @@ class ModelShapes:
     @cached_property
     def block_elements(self) -> dict[str, int]:
         """Elements of the parameters of each block. A parameter that two blocks share counts in the first one."""
-        return self._by_block({name: facts.count for name, facts in self.all_parameters.items()})
+        return self.by_block({name: facts.count for name, facts in self.all_parameters.items()})
 
-    def _by_block(self, sizes: Mapping[str, int]) -> dict[str, int]:
+    def by_block(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Sum the sizes of parameters by block."""
         sums = dict.fromkeys(self.blocks, 0)
         for name, size in sizes.items():
@@ -272,7 +272,7 @@ class ModelShapes:
             width: bytes per element, except of codes.
         """
         local = {name: facts.among(experts).bytes_in(width) for name, facts in parameters.items()}
-        return max(self._by_block(local).values(), default=0)
+        return max(self.by_block(local).values(), default=0)
 
     def outside_blocks(self, width: int) -> int:
         """Return the bytes outside the blocks, with ``width`` bytes per element: embeddings, last norm, head."""
@@ -413,18 +413,18 @@ class ModelShapes:
         Raises:
             ModelError: the model cannot be divided or cut in this way.
         """
-        return {name: facts for name, facts in self._everything_of_stage(coordinates).items() if facts.is_trained}
+        return {name: facts for name, facts in self.everything_of_stage(coordinates).items() if facts.is_trained}
 
     def stage_frozen(self, coordinates: Coordinates) -> list[ParameterShape]:
         """Return the frozen parameters of a worker of a stage."""
-        return self.frozen_of(self._everything_of_stage(coordinates).values())
+        return self.frozen_of(self.everything_of_stage(coordinates).values())
 
     def frozen_of(self, parameters: Iterable[ParameterShape]) -> list[ParameterShape]:
         """Return the frozen ones of some parameters, plus all of them again if there is a frozen copy of the model."""
         shapes = list(parameters)
         return [facts for facts in shapes if not facts.is_trained] + (shapes if self.has_copy else [])
 
-    def _everything_of_stage(self, coordinates: Coordinates) -> dict[str, ParameterShape]:
+    def everything_of_stage(self, coordinates: Coordinates) -> dict[str, ParameterShape]:
         rank = coordinates.stage
         end = "first" if rank == 0 else "last" if rank == coordinates.pipeline - 1 else "middle"
 

@@ -227,10 +227,13 @@ class Search:
         if "checkpoint_activations" in self.config.origins:
             granularity = self.config.get("recompute_granularity") or "full"
             recomputed = [granularity if self.config.get("checkpoint_activations") else "none"]
-        own_partitionings = [name for name, flag in PARTITIONINGS.items() if flag and self.config.get(flag)]
+        own_partitionings = [
+            name for name, on in PARTITIONINGS.items() if on and all(self.config.get(f) == v for f, v in on.items())
+        ]
         for tensor, context, pipeline, data in self._sizes(contexts):
             replicas = data * context
-            for partitioning in own_partitionings or (list(PARTITIONINGS) if replicas > 1 else ["none"]):
+            every = [name for name in PARTITIONINGS if name != "sharding-strategy" or tensor * pipeline > 1]
+            for partitioning in own_partitionings or (every if replicas > 1 else ["none"]):
                 shards: list[int | None] = [None]
                 if "fsdp_shard_size" in self.config.origins:
                     shards = [self.config.get("fsdp_shard_size")]

@@ -23,7 +23,10 @@ def setup_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> 
     building = whole + largest
     if setting.builds_in_shares and layout.world > 1:
         # Stages, experts and matrices are cut out on the host. FSDP and ZeRO-3 take their part from the shares.
-        share = max(whole // layout.world, 0 if layout.partitioning in ("fsdp", "zero-3") else owned)
+        cut_out = 0 if layout.as_fsdp or layout.partitioning == "zero-3" else owned
+        if layout.shards_stages:
+            cut_out = whole // (layout.tensor * layout.pipeline) if layout.tensor > 1 else 0
+        share = max(whole // layout.world, cut_out)
         building = share + max(room_for(whole, layout.world), largest)
     if setting.gpu:
         if layout.partitioning in ("zero-1", "zero-2") and setting.precision != "fp32":
@@ -39,6 +42,8 @@ def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, larg
     """Return bytes of the parameters that the engine has at the end, and of what exists next to them at the peak."""
     if setting.by_parallel_engine(layout):
         stages = peak_stage_candidates(model, layout, setting)
+        if layout.shards_stages:
+            return max(stage.states().parameters for stage in stages), 0  # only shards reach the device
         owned = max(
             _built_bytes([*stage.parameters.values(), *model.stage_frozen(stage.coordinates)]) for stage in stages
         )
@@ -48,9 +53,9 @@ def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, larg
     states = largest_states(model, layout.of_states, setting)
     states = states.on_gpu if setting.gpu else states
     everything = [*model.parameters.values(), *model.frozen_of(model.all_parameters.values())]
+    if layout.as_fsdp:
+        return states.parameters, 0  # only shards reach the device
     match layout.partitioning:
-        case "fsdp":
-            return states.parameters, 0  # only shards reach the device
         case "zero-3":
             # DeepSpeed makes fp32 masters and a buffer for gradients. The other states follow in the first step.
             masters = sum(FP32 * facts.count for facts in everything if facts.is_trained) // layout.world

@@ -10,9 +10,10 @@ from itertools import accumulate
 
 from rapidformer_templates.engines.parallel.buckets import update_chunks
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
+from rapidformer_templates.planning.plan import shards_of_experts
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes, rows_of_workers
 from rapidformer_templates.switches.auto_strategy.trace import Pass, PhaseSegment, StagePart, largest_passes
 
 
@@ -40,7 +41,7 @@ def peak_stage_candidates(model: ModelShapes, layout: Layout, setting: MemoryOpt
 
 @lru_cache(maxsize=4096)  # layouts that differ in their batches have equal stages
 def _peak_stage_candidates(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> list[Stage]:
-    stages = [Stage(model, layout, rank, setting) for rank in range(layout.pipeline)]
+    stages = [stage_of(model, layout, rank, setting) for rank in range(layout.pipeline)]
     middle = {stage.blocks: stage for stage in reversed(stages[1:-1])}
     return [stages[0], *middle.values(), *stages[1:][-1:]]
 
@@ -50,7 +51,20 @@ def stage_of_blocks(
     model: ModelShapes, layout: Layout, rank: int, setting: MemoryOptions, blocks: tuple[int, int]
 ) -> Stage:
     """Return a stage with other blocks than the layout has. ``layout`` has no batch sizes, see ``of_states``."""
-    return Stage(model, layout, rank, setting, blocks=blocks)
+    return stage_of(model, layout, rank, setting, blocks=blocks)
+
+
+def stage_of(
+    model: ModelShapes,
+    layout: Layout,
+    rank: int,
+    setting: MemoryOptions,
+    peer: int = 0,
+    blocks: tuple[int, int] | None = None,
+) -> Stage:
+    """Return a stage with the rules of the engine that trains the layout. See :class:`Stage` for the arguments."""
+    kind = ShardedStage if layout.shards_stages else Stage
+    return kind(model, layout, rank, setting, peer, blocks)
 
 
 @lru_cache(maxsize=4096)  # layouts that partition their states differently have equal parts
@@ -239,7 +253,8 @@ class Stage:
     @property
     def _sums_early(self) -> bool:
         """Whether gradients go to their owners in each backward (ZeRO-2)."""
-        return self.layout.partitioning == "zero-2" and self.layout.replicas > 1
+        early = self.setting.sums_early or self.layout.partitioning == "zero-2"
+        return early and self.layout.replicas > 1
 
     def moments(self, parts: Sequence[StagePart], accumulation: int) -> list[MemorySnapshot]:
         """Memory beyond the states in the phases of the forwards and backwards of a step, and after them.
@@ -470,3 +485,58 @@ class Stage:
         largest = sorted(begun, reverse=True)[:count]
         shares = self._sums_early and self.setting.updates_elementwise  # else a whole parameter's owner sums in place
         return sum(size + (size // self.layout.replicas if shares else 0) for size in largest)
+
+
+class ShardedStage(Stage):
+    """A stage whose parameters FSDP shards over the replicas.
+
+    The states are exact. The rest is estimated: the whole parameters and gradients are counted as if all of them were
+    there at once, or those of two blocks if they are freed in between. A run of the engine says it exactly
+    (``--engine-memory``).
+    """
+
+    def _states_of(self, replica: int) -> StateBytes:
+        (states,) = self._rows_of(list(self.parameters.values()), [replica])
+        (frozen,) = self._rows_of(self.model.stage_frozen(self.coordinates), [replica])
+        return states.with_frozen(frozen)
+
+    @cached_property
+    def least_states(self) -> StateBytes:
+        return self.states()
+
+    @cached_property
+    def largest_replica(self) -> int:
+        return 0
+
+    def _rows_of(self, parameters: Sequence[ParameterShape], ranks: Sequence[int]) -> list[StateBytes]:
+        over = self.layout.experts
+        return rows_of_workers(
+            parameters,
+            self.layout.shares,
+            self.setting.how,
+            over=over,
+            shards=shards_of_experts(self.layout.replicas, self.layout.shares, over),
+            ranks=ranks,
+        )
+
+    def moments(self, parts: Sequence[StagePart], accumulation: int) -> list[MemorySnapshot]:
+        width = BF16 if self.setting.precision != "fp32" else FP32
+        here = self.model.everything_of_stage(self.coordinates)
+        sizes = {name: facts.bytes_in(width) for name, facts in here.items()}
+        of_blocks = self.model.by_block(sizes).values()
+        block, gathered = max(of_blocks, default=0), sum(sizes.values())
+        if self.setting.reshards:
+            gathered += 2 * block - sum(of_blocks)
+        leaving = 2 * block * FP32 // width
+        sums = sum(FP32 * facts.count for facts in self.parameters.values())
+        shards = self._gradient_bytes
+        kept = shards if accumulation == 1 or self.setting.reduces_each else sums
+        snapshots: list[MemorySnapshot] = []
+        for each in self._passes(accumulation):
+            others = self._beside(parts, each)
+            gradients = kept if each.part in each.added or not each.is_forward else 0
+            flying = gathered + (0 if each.is_forward else leaving)
+            buffers = flying + max(gradients - shards, 0)
+            segments = parts[each.part].segments(forward=each.is_forward, largest=True)
+            snapshots += [MemorySnapshot(segment.peak + others, shards, buffers) for segment in segments]
+        return snapshots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapreplace
 from itertools import accumulate
@@ -179,13 +179,21 @@ def divided_in_rows_beside_experts(
     ranks: int | None = None,
 ) -> OfWorkers:
     """FSDP with expert parallelism: ``shards`` workers divide each expert among them. For ``ranks`` see above."""
+    own = [parameter.among(over) for parameter in parameters]
+    return rows_of_workers(own, workers, how, over=over, shards=shards, ranks=range(ranks or workers))
+
+
+def rows_of_workers(
+    parameters: Shapes, workers: int, how: StateOptions, *, over: int, shards: int, ranks: Iterable[int]
+) -> OfWorkers:
+    """Divide parameters in rows. The experts among them are those of one of the ``over`` workers that divide them."""
     parts: list[list[ParameterShape]] = []
-    for rank in range(ranks or workers):
+    for rank in ranks:
         parts.append([])
         for parameter in parameters:
-            if parameter.is_expert:
-                share, own = parameter.among(over), rank // over % shards  # neighbours have different experts
-                parts[-1].append(_part(share, own, shards, expert_shard_dim(share.shape, shards)))
+            if parameter.is_expert and over > 1:  # neighbours have different experts
+                dim = expert_shard_dim(parameter.shape, shards)
+                parts[-1].append(_part(parameter, rank // over % shards, shards, dim))
             else:
                 parts[-1].append(_part(parameter, rank, workers))
     return _in_parts(parts, how)

@@ -396,10 +396,11 @@ def _data_seconds(
             shard = facts.parameters * share * 4 / layout.shares
             of_copies = exchange_seconds(shard, layout.copies, stride, local_world, hardware, ALL_REDUCE)
             sums_each = layout.partitioning == "zero-3" or setting.reduces_each
+            again, times = (gathered, accumulation) if setting.reshards else (0.0, 1)  # else whole for the whole step
             overlapping = [
-                (gathered, forward, accumulation),
-                (gathered + (reduced if sums_each else 0.0), backward, accumulation - 1),
-                (gathered + reduced + of_copies, backward, 1),
+                (gathered, forward, times),
+                (again + (reduced if sums_each else 0.0), backward, accumulation - 1),
+                (again + reduced + of_copies, backward, 1),
             ]
             late = gathered / units  # nothing computes while the first unit is gathered
     hidden = sum(times * min(sent, computed) for sent, computed, times in overlapping)

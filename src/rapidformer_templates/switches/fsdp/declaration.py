@@ -1,4 +1,4 @@
-"""FSDP: torch's ``fully_shard`` on each transformer block, its options, and sharding inside groups of workers."""
+"""FSDP: torch's ``fully_shard`` on each block, its options, groups of workers, and its use inside 3D layouts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,25 @@ class HybridShardingFlags:
     )
 
 
+@dataclass(frozen=True)
+class ShardingStrategyFlags:
+    """Acceleration"""
+
+    data_parallel_sharding_strategy: Literal["optim", "optim_grads", "optim_grads_params"] = flag(
+        "optim",
+        "what the distributed optimizer shards: optimizer state, gradients as well, or also parameters, which a block "
+        "gathers when it needs them (as FSDP does it)",
+        only_with=("use_distributed_optimizer", True),
+    )
+
+
 SIZE = "fsdp_shard_size"
+STRATEGY, ALL = "data_parallel_sharding_strategy", "optim_grads_params"
+SHARDED: dict[str, Literal["optimizer", "gradients", "parameters"]] = {
+    "optim": "optimizer",
+    "optim_grads": "gradients",
+    ALL: "parameters",
+}
 OFF = {declared.name: declared.default for declared in dataclasses.fields(FsdpOptionsFlags)}
 
 
@@ -80,7 +98,8 @@ HYBRID_SHARDING_RULES = RuleList()
 
 @FSDP_OPTIONS_RULES.add("RF035", "[torch]", "--no-fsdp-reshard-after-forward --world-size 2")
 def _options_need_fsdp(request: Request) -> Iterator[Finding]:
-    """FSDP's options need FSDP; the type of its sums needs mixed precision, fp16 also the loss scale.
+    """FSDP's options need FSDP, also that of the strategy optim_grads_params; the type of its sums needs mixed
+    precision, fp16 also the loss scale.
 
     Why: no other engine gathers parameters for a forward; without mixed precision gradients are fp32, and without a
     loss scale small ones vanish in fp16.
@@ -91,10 +110,10 @@ def _options_need_fsdp(request: Request) -> Iterator[Finding]:
         checks.Given("fsdp_reduce_every_micro_batch", (False,)),
     )
     way, message = add({"fsdp_memory_optimization": True}), "{} has no effect without --fsdp-memory-optimization"
-    yield from checks.needs(request, options, "fsdp", way, message=message)
+    yield from checks.needs(request, options, _gathers, way, message=message)
     # 16-bit sums need 16-bit products, and fp16 sums need the loss scale of fp16.
     reduce_dtype, computed = request.config.get("fsdp_reduce_dtype"), precision(request.config, request.environment)
-    if reduce_dtype is None or "fsdp" not in request.active:
+    if reduce_dtype is None or not any(map(_gathers, request.active.values())):
         return
     changes = (drop({"fsdp_reduce_dtype": None}),)
     flags = request.asked("fsdp_reduce_dtype", "mixed_precision")
@@ -108,10 +127,24 @@ def _options_need_fsdp(request: Request) -> Iterator[Finding]:
         yield Finding(message, flags, changes=(way, *changes))
 
 
+def reshards(request: Request) -> bool:
+    """Return whether a block's whole parameters are freed between forward and backward.
+
+    In a pipeline a stage has several micro batches under way, and gathers its parameters for all of them at once.
+    """
+    is_asked = "fsdp_reshard_after_forward" in request.config.origins
+    return bool(request.config.get("fsdp_reshard_after_forward")) and (is_asked or request.sizes.pipeline == 1)
+
+
+def _gathers(switch: Switch) -> bool:
+    """Return whether an engine with ``fully_shard`` trains."""
+    return switch.name in ("fsdp", "sharding-strategy") and Resource.PARAMETERS in switch.claims
+
+
 def _options(request: Request, options: EngineOptions) -> EngineOptions:
     sharding = dataclasses.replace(
         options.parameter_sharding,
-        reshard_after_forward=request.config.get("fsdp_reshard_after_forward"),
+        reshard_after_forward=reshards(request),
         reduce_dtype=request.config.get("fsdp_reduce_dtype"),
         reduce_every_micro_batch=request.config.get("fsdp_reduce_every_micro_batch"),
     )
@@ -145,8 +178,8 @@ def _options_acted(measured: Measured) -> str | None:
     requested, summed = measured.config.get("fsdp_reduce_dtype"), measured["gradients_summed_in"]
     if requested is not None and summed != [requested]:
         return f"gradients summed in {requested} were expected; they are summed in {checks.shown(summed)}"
-    whole = measured["whole_in_backward"]
-    if measured.config.get("fsdp_reshard_after_forward") or measured.plan.sizes.copies == 1 or whole == 1:
+    whole, sharding = measured["whole_in_backward"], measured.plan.engine_options.parameter_sharding
+    if sharding.reshard_after_forward or measured.plan.sizes.copies == 1 or whole == 1:
         return None
     return f"whole parameters at the start of the backward were expected; {whole or 0:.0%} of them are whole"
 
@@ -205,6 +238,40 @@ def _copies_acted(measured: Measured) -> str | None:
     if measured["copies_equal"] is not True:
         return f"{data // size} equal copies were expected; after an update they differ"
     return None
+
+
+def _strategy(request: Request, options: EngineOptions) -> EngineOptions:
+    sharded, sharding = SHARDED[request.config.get(STRATEGY)], options.parameter_sharding
+    if sharded == "parameters":
+        sharding = dataclasses.replace(sharding, reshard_after_forward=reshards(request))
+    return dataclasses.replace(options, shard_over_data=sharded, parameter_sharding=sharding)
+
+
+def _strategy_notes(request: Request) -> Sequence[str]:
+    if request.config.get(STRATEGY) != ALL or request.sizes.pipeline == 1 or reshards(request):
+        return ()
+    gathers = "a stage gathers its parameters once per step; --fsdp-reshard-after-forward frees them in between"
+    return (f"sharding-strategy: {gathers}",)
+
+
+def _strategy_acted(measured: Measured) -> str | None:
+    gradients = checks.check_even_shards(gradient_elements="gradients")
+    if measured.config.get(STRATEGY) != ALL:
+        return gradients(measured)
+    return checks.first_finding(gradients, checks.check_even_shards(held_elements="parameters"))(measured)
+
+
+def _variant(switch: Switch, options: ShardingStrategyFlags) -> Switch:
+    """Return the switch that shards what the strategy names."""
+    if options.data_parallel_sharding_strategy != ALL:
+        return switch
+    return dataclasses.replace(
+        switch,
+        claims=switch.claims | {Resource.PARAMETERS},
+        master_weights=False,  # the fp32 shards are gathered in the compute type
+        builds_in_shares=True,
+        freed_memory="given back",
+    )
 
 
 SWITCHES = (
@@ -275,5 +342,26 @@ SWITCHES = (
         receipt_hooks="rapidformer_templates.switches.fsdp.engine:ShardCopies",
         acted=_copies_acted,
         rules=tuple(HYBRID_SHARDING_RULES),
+    ),
+    Switch(
+        name="sharding-strategy",
+        summary="Let the distributed optimizer shard gradients and parameters, too (torch fully_shard).",
+        source="[M, torch]",
+        precedence=Precedence.SHARD,
+        options=ShardingStrategyFlags,
+        on={"use_distributed_optimizer": True, STRATEGY: ALL},
+        off={STRATEGY: "optim"},
+        active=lambda options, sizes: options.data_parallel_sharding_strategy != "optim",
+        predicts=Prediction(
+            dict.fromkeys(("parameters", "gradients"), "a share of each worker's part")
+            | {"activations": "and the whole parts of the blocks at work", "time": "what is gathered and summed"}
+        ),
+        claims=frozenset({Resource.GRADIENTS}),
+        templates=("Trainer",),
+        notes=_strategy_notes,
+        variant=_variant,
+        engine_options=_strategy,
+        receipt=("parameter_bytes", "parameter_bytes_whole", "gradient_bytes"),
+        acted=_strategy_acted,
     ),
 )

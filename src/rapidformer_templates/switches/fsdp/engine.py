@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.backwards import Derivatives, ForwardSequenceCheck
+from rapidformer_templates.engines.boxes import SHARDS
 from rapidformer_templates.engines.construction import take_part
 from rapidformer_templates.engines.contract import Engine, Receipt, bytes_by_kind, sum_of_bits
 from rapidformer_templates.engines.local import SingleEngine
@@ -30,7 +32,7 @@ from rapidformer_templates.planning.plan import Plan, expert_shard_dim, shards_o
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, broadcast, open_group_alone
 
-SHARDS, EXPERTS = "shards", "experts"
+EXPERTS = "experts"
 VIEW_WARNING = r"FSDP2-wrapped module \(.*\) returned a view tensor"
 REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,7 +45,8 @@ class FSDPEngine(SingleEngine):
 
     With a shard size of N, they are sharded inside groups of N neighboring workers (hybrid sharding). Each group has a
     copy of all of them, and workers with the same shard sum its gradient. Experts that are already divided are sharded
-    over the workers that have the same ones.
+    over the workers that have the same ones. Parameters that tensor parallelism has divided are sharded over the
+    workers with the same part, along the first dimension of the part.
 
     Attributes:
         group: number of workers that share one copy.
@@ -61,7 +64,7 @@ class FSDPEngine(SingleEngine):
         # Models of transformers return views, too. A view that is changed in place is an error in _check_views.
         warnings.filterwarnings("ignore", message=VIEW_WARNING, category=UserWarning)
         sharding = plan.engine_options.parameter_sharding
-        self.group = sharding.shard_size or workers.world
+        self.group = sharding.shard_size or workers.copies
         self._experts_over = plan.engine_options.experts_over
         self.reshards = sharding.reshard_after_forward
         self._reduces_each = sharding.reduce_every_micro_batch
@@ -72,31 +75,32 @@ class FSDPEngine(SingleEngine):
 
     def _shard(self, model: nn.Module) -> None:
         # None reshards everything except the root, whose parameters the backward needs first.
-        self._apply_fully_shard(model, None if self.reshards else False)
+        self._apply_fully_shard(model, self.assembly.blocks, None if self.reshards else False)
 
     def frozen(self, model: nn.Module) -> nn.Module:
         model.requires_grad_(False).eval()
-        self._apply_fully_shard(model, True)  # without a backward, the root's parameters are not needed again
+        # Without a backward, the root's parameters are not needed again.
+        self._apply_fully_shard(model, find_blocks(model), True)
         return model
 
-    def _apply_fully_shard(self, model: nn.Module, reshard: bool | None) -> None:
+    def _apply_fully_shard(self, model: nn.Module, of_model: Mapping[str, nn.Module], reshard: bool | None) -> None:
         """Shard a model in place, unit by unit."""
         # Parameters are gathered in the compute type. Gradients are summed in fp32, or in a type that the user chooses.
         reduce_type = self.reduce_type if self.compute_type is not None else None
         policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=reduce_type)
         for module in list(model.modules()):
-            if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):  # already divided
+            if any(_has_mesh_dimension(p, EXPERTS) for p in module.parameters(recurse=False)):
                 accelerator.move(module, self.workers.device)
                 self._shard_expert_stacks(module, policy, reshard)
         # Shards are other tensors, without the notes of their parameters.
         shapes_of_codes = {name: shape_of(p) for name, p in model.named_parameters() if is_quantized(p)}
-        blocks = list(find_blocks(model).values())
+        blocks = list(of_model.values())
         whole = self._keep_whole(model)
         for unit in (*_separate_units(model, [*_shared_modules(blocks), *blocks]), model):
             self._shard_unit(unit, whole, policy, reshard)
         accelerator.move(model, self.workers.device)  # the buffers
-        for buffer in model.buffers() if self.workers.world > 1 else ():
-            broadcast(buffer.detach())
+        for buffer in model.buffers() if self.workers.copies > 1 else ():
+            broadcast(buffer.detach(), group=self.workers.copies_group)
         for name, shape in shapes_of_codes.items():
             note_shape(model.get_parameter(name), shape)
 
@@ -112,7 +116,8 @@ class FSDPEngine(SingleEngine):
         for parameter, owners in owners_of.items():
             is_usual = parameter.dtype == usual or not parameter.requires_grad
             if not (is_usual and parameter.ndim and parameter.numel()):
-                whole = nn.Parameter(self._part_of(parameter, Replicate()), requires_grad=parameter.requires_grad)
+                part = _like(parameter, self._part_of(parameter, Replicate()), self._mesh_of_states)
+                whole = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 kept.add(whole)
                 for module, key in owners:
                     module.register_parameter(key, whole)
@@ -146,8 +151,8 @@ class FSDPEngine(SingleEngine):
             owners = owners_of.pop(whole)
             rows.append((owners, self._part_of(whole, ShardPlacement(0))))
             # empty_like would count as a use of the parameter and gather it.
-            memoryless = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
-            empty = nn.Parameter(memoryless, requires_grad=whole.requires_grad)
+            memoryless = torch.empty(local_part(whole).shape, dtype=whole.dtype, device="meta")
+            empty = nn.Parameter(_like(whole, memoryless, self._mesh_of_states), requires_grad=whole.requires_grad)
             for module, key in owners:
                 module.register_parameter(key, empty)
             del whole
@@ -157,29 +162,32 @@ class FSDPEngine(SingleEngine):
 
     def _part_of(self, parameter: nn.Parameter, placement: Placement) -> torch.Tensor:
         """Return this worker's part of a parameter on the device, divided as ``fully_shard`` does it."""
-        ranks = [rank % self.group for rank in range(self.workers.world)]
+        ranks = [copy % self.group for copy in range(self.workers.copies)]
         return take_part(
-            parameter,
+            local_part(parameter),
             placement,
             self.group,
-            ranks[self.workers.rank],
-            construction=self._construction,
+            ranks[self.workers.copy_rank],
+            construction=None if isinstance(parameter, DTensor) else self._construction,
             ranks=ranks,
-            group=None,
+            group=self.workers.copies_group,
             device=self.workers.device,
         )
 
     def _shard_expert_stacks(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
         """Shard this worker's experts over the workers of its group that have the same experts."""
         mesh = self._mesh_of_experts
-        shard_mesh = mesh[(COPIES, SHARDS) if mesh.size(0) > 1 else SHARDS]
+        shard_mesh = mesh[(COPIES, SHARDS) if mesh[COPIES].size() > 1 else SHARDS]
+        division = (EXPERTS, "tensor") if self.workers.tensor > 1 else (EXPERTS,)
         for name, parameter in list(stack.named_parameters(recurse=False)):
-            share = as_dtensor(local_part(parameter).detach(), mesh[EXPERTS], [ShardPlacement(0)], parameter)
+            assert isinstance(parameter, DTensor)
+            placements = parameter.placements[1 : 1 + len(division)]  # without that of the copies
+            share = as_dtensor(local_part(parameter).detach(), mesh[division], placements, parameter)
             stack.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
         shards = mesh[SHARDS].size()
 
         def placement(parameter: nn.Parameter) -> ShardPlacement:
-            return ShardPlacement(expert_shard_dim(parameter.shape, shards))
+            return ShardPlacement(expert_shard_dim(local_part(parameter).shape, shards))
 
         fully_shard(
             stack, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
@@ -187,22 +195,33 @@ class FSDPEngine(SingleEngine):
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
-        """The mesh of workers, by copy and shard if there are copies.
+        """The mesh of the workers with the same part, by copy and shard if there are copies."""
+        return self._mesh_of_states[(COPIES, SHARDS) if self.workers.copies > self.group else SHARDS]
+
+    @cached_property
+    def _mesh_of_states(self) -> DeviceMesh:
+        """All workers by pipeline stage, copy, shard and tensor-parallel part, without dimensions of one worker.
 
         Neighbors share a copy and are on the same node.
         """
-        open_group_alone(self.workers.device)
-        copies = self.workers.world // self.group
-        shape, names = ((copies, self.group), (COPIES, SHARDS)) if copies > 1 else ((self.group,), (SHARDS,))
-        return self.workers.open_mesh(shape, names)
+        workers = self.workers
+        open_group_alone(workers.device)
+        dimensions = {
+            "pipeline": workers.pipeline,
+            COPIES: workers.copies // self.group,
+            SHARDS: self.group,
+            "tensor": workers.tensor,
+        }
+        sizes = {name: size for name, size in dimensions.items() if size > 1 or name == SHARDS}
+        return workers.open_mesh(tuple(sizes.values()), tuple(sizes))
 
     @cached_property
     def _mesh_of_experts(self) -> DeviceMesh:
-        """The mesh of workers by copy, by shard and by their experts. Neighbors have different experts."""
-        same = self.workers.world // self._experts_over
-        shards = shards_of_experts(self.workers.world, self.group, self._experts_over)
-        shape = (same // shards, shards, self._experts_over)
-        return self.workers.open_mesh(shape, (COPIES, SHARDS, EXPERTS))
+        """The mesh of workers by stage, copy, shard, experts and tensor-parallel part. Neighbors have other experts."""
+        workers, over = self.workers, self._experts_over
+        same, shards = workers.copies // over, shards_of_experts(workers.copies, self.group, over)
+        shape = (workers.pipeline, same // shards, shards, over, workers.tensor)
+        return workers.open_mesh(shape, ("pipeline", COPIES, SHARDS, EXPERTS, "tensor"))
 
     def _distribute(self) -> nn.Module:
         units: dict[str, Any] = {n: m for n, m in self.model.named_modules() if isinstance(m, FSDPModule)}
@@ -215,10 +234,15 @@ class FSDPEngine(SingleEngine):
             for group in groups:
                 group.post_backward = _reduce_all(group, self._used)
             unit.register_forward_hook(self._record_views)
-        self._whole_parameters = [p for p in self._parameters if not isinstance(p, DTensor)]
-        check = ForwardSequenceCheck(units, trained, self.workers, "FSDP")
-        self._sequence_check = check if self.workers.world > 1 else None
+        self._whole_parameters = [p for p in self._parameters if not _is_sharded(p)]
+        # The stages of a pipeline have other units, and its engine checks that each runs all of its blocks.
+        compares = self.workers.world > 1 and self.workers.pipeline == 1
+        self._sequence_check = ForwardSequenceCheck(units, trained, self.workers, "FSDP") if compares else None
         return self.model
+
+    @property
+    def gradient_divisor(self) -> float:
+        return float(self.workers.data)
 
     def _record_views(self, unit: nn.Module, inputs: Any, outputs: Any) -> None:
         """Record the version of each view that a unit returns, until the backward begins."""
@@ -270,23 +294,31 @@ class FSDPEngine(SingleEngine):
             self._callable.set_reshard_after_backward(last)  # type: ignore[operator]
         return self._sequence_check.checked() if self._sequence_check else nullcontext()
 
-    def _backward(self, loss: torch.Tensor) -> None:
+    def _prepare_backward(self, loss: torch.Tensor | GradientEdge | None) -> None:
         self._check_views()
         if not self.receipts:
             self._measure_first_backward()
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            # FSDP finds the tensors of an output in standard containers only. With others it would reduce nothing.
+            root: Any = self.model
+            state = root._get_fsdp_state()
+            loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._prepare_backward(loss)
         if self._sequence_check:
             self._sequence_check.forward_done()
         super()._backward(loss)
 
     def _wrong_leaves(self) -> Iterable[torch.Tensor]:
         # The gradient of a shard would be this worker's, and not a sum over the workers.
-        return [*super()._wrong_leaves(), *(p for p in self.model.parameters() if isinstance(p, DTensor))]
+        return [*super()._wrong_leaves(), *(p for p in self.model.parameters() if _is_sharded(p))]
 
     def _reduce(self) -> None:
-        for parameter in self._whole_parameters if self.workers.world > 1 else ():
+        for parameter in self._whole_parameters if self.workers.copies > 1 else ():
             if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad.div_(self.workers.world)
+                dist.all_reduce(local_part(parameter.grad), group=self.workers.copies_group)
+                local_part(parameter.grad).div_(self.workers.copies)
         for parameter in self._parameters:
             if parameter.grad is not None and _has_mesh_dimension(parameter, EXPERTS):
                 # These gradients are sums over the workers that sent tokens, averaged over the workers that have the
@@ -393,11 +425,11 @@ def _shared_modules(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _owners(unit: nn.Module) -> dict[nn.Parameter, Owners]:
-    """Return the owners of each parameter of a unit that is not divided yet."""
+    """Return the owners of each parameter of a unit that is not sharded yet."""
     owners: dict[nn.Parameter, Owners] = {}
     for module in unit.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if not isinstance(parameter, DTensor):
+            if not _is_sharded(parameter):
                 owners.setdefault(parameter, []).append((module, key))
     return owners
 
@@ -411,6 +443,22 @@ def _separate_units(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Mod
             users.setdefault(parameter, set()).add(unit_of.get(module, model))
     tied = {unit for of_parameter in users.values() if len(of_parameter) > 1 for unit in of_parameter}
     return [unit for unit in units if unit not in tied]
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is sharded here, or one of a worker's own experts."""
+    return _has_mesh_dimension(parameter, SHARDS) or _has_mesh_dimension(parameter, EXPERTS)
+
+
+def _like(parameter: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a worker's part of a parameter with the division of the parameter, if tensor parallelism has divided it.
+
+    Args:
+        mesh: has all dimensions. ``fully_shard`` combines two meshes of one.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    return as_dtensor(local, mesh["tensor"], parameter.placements, parameter)
 
 
 def _has_mesh_dimension(parameter: nn.Parameter, dimension: str) -> bool:

@@ -14,17 +14,20 @@ from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE
 from rapidformer_templates.planning.switch import (
+    REPLACE,
     Change,
     Finding,
     Measured,
     Precedence,
     Prediction,
     Request,
+    Resource,
     RuleList,
     Switch,
     add,
     drop,
     replace,
+    spell,
 )
 from rapidformer_templates.switches.layout.expert_switch import EXPERT_PARALLEL
 from rapidformer_templates.switches.layout.tensor_styles import KNOWN, PLANS, styles_in_transformers
@@ -128,7 +131,15 @@ def _few_partitions(request: Request) -> Iterator[Finding]:
     for switch in request.of_family(checks.PARTITIONING):
         if not (switch.divides_copies and (only_context or switch.engine in (None, PARALLEL_ENGINE))):
             names, others = (switch.name, *parallel), " and ".join(parallel)
-            yield Finding(f"{switch.name} does not work together with {others}", request.asked_for(*names), names)
+            message = f"{switch.name} does not work together with {others}"
+            changes = (_shard_inside(switch),) if Resource.PARAMETERS in switch.claims else ()
+            yield Finding(message, request.asked_for(*names), names, changes)
+
+
+def _shard_inside(switch: Switch) -> Change:
+    """Shard the same states as a switch does, but inside the 3D layout."""
+    on = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+    return Change(spell(on), REPLACE, {**switch.off, **on}, note="shards optimizer state, gradients, parameters")
 
 
 @LAYOUT_RULES.add("RF009", "[M]", "--tensor-model-parallel-size 3 --world-size 4")

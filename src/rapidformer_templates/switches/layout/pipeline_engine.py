@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.forwards import checkpointed_forward
+from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.step import Step, seed_forward
@@ -139,13 +140,18 @@ class Links:
                 before.popleft().unpack()
 
 
-class PipelineEngine(ParallelEngine):
+class RunsStages(SingleEngine):
     """Each worker runs its stages of every micro batch, in 1F1B or interleaved 1F1B order.
 
     The loader gives every stage the whole micro batch, and every stage runs the user's loss function. On all stages
     except the last, it ends after the stage's last block. So the workers exchange only hidden states and their
-    gradients.
+    gradients. The class is the first base of an engine, whose other base has the states of a stage.
+
+    Attributes:
+        is_last: whether the gradients of a part are complete after its next backward.
     """
+
+    is_last = False
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         gc.collect()  # modules of other stages are in reference cycles with their hooks
@@ -182,10 +188,7 @@ class PipelineEngine(ParallelEngine):
         Args:
             output: None if everything before it is frozen.
         """
-        self._sharded_gradients.begin_backward(part, last=self.is_last)
-        if output is not None:
-            torch.autograd.backward(output, gradient)
-        self._sharded_gradients.end_backward()
+        raise NotImplementedError
 
     @property
     def last_stage(self) -> int:
@@ -215,6 +218,18 @@ class PipelineEngine(ParallelEngine):
             yield model
 
 
+class PipelineEngine(RunsStages, ParallelEngine):
+    """A pipeline whose replicas share updates as in the other 3D layouts."""
+
+    def backward_of_part(
+        self, part: int, output: torch.Tensor | GradientEdge | None, gradient: torch.Tensor | None = None
+    ) -> None:
+        self._sharded_gradients.begin_backward(part, last=self.is_last)
+        if output is not None:
+            torch.autograd.backward(output, gradient)
+        self._sharded_gradients.end_backward()
+
+
 @dataclass(init=False)
 class _Passage:
     """A micro batch in one stage, from its arrival to the end of its backward. A field exists while it is needed."""
@@ -230,7 +245,7 @@ class _Passage:
 class PipelineStep(Step):
     """Runs the micro batches of one optimizer step through the local parts, in the order of the schedule."""
 
-    def __init__(self, engine: PipelineEngine, microbatches: Sequence[MicroBatch], targets: float) -> None:
+    def __init__(self, engine: RunsStages, microbatches: Sequence[MicroBatch], targets: float) -> None:
         super().__init__(engine, microbatches, targets)
         self.engine, self.links = engine, engine.links
         self._keys = [_shapes(microbatch.batch) for microbatch in microbatches]

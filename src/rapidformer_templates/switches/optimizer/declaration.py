@@ -16,6 +16,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
+    Resource,
     RuleList,
     Switch,
     replace,
@@ -90,7 +91,9 @@ def _sharding(request: Request, switch: str) -> str:
     The engine of 3D layouts has its own ZeRO, which can divide single parameters. An optimizer sees divided experts as
     whole DTensors, unless that engine trains them. Then it gets parts.
     """
-    engine = request.active[switch].engine
+    engine, claims = request.active[switch].engine, request.active[switch].claims
+    if switch == "sharding-strategy" and Resource.PARAMETERS in claims:
+        return "fsdp"
     if switch == "expert-parallel":
         return "tensor-parallel" if engine == PARALLEL_ENGINE else switch
     return "distributed-optimizer" if switch.startswith("zero-") and engine is None else switch
