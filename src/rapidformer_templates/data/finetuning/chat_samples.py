@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import jinja2
@@ -61,11 +61,7 @@ NO_END_NOTE = (
 )
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PLACES = {
-    "tools": re.compile(r"\btools\b"),
-    "calls": re.compile(r"\btool_calls\b"),
-    "reasoning": re.compile(r"\b(reasoning_content|thinking)\b"),
-}
+PLACES = {"tools": {"tools"}, "calls": {"tool_calls"}, "reasoning": {"reasoning_content", "thinking"}}
 """The names by which a template reads what it would otherwise leave out without a word."""
 
 
@@ -122,13 +118,9 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         source, messages = self._source(example), example.messages
         has_calls = any("tool_calls" in message for message in messages)
-        has_thought = any("thinking" in message for message in messages)
-        for what, is_there in (("tools", example.tools), ("calls", has_calls), ("reasoning", has_thought)):
-            if is_there and not PLACES[what].search(source):
-                hint = f"use the template of a model that has them, or remove the {what} from the row"
-                raise DataError(f"the chat template would leave out the {what}", hint=hint)
         for conversation in (messages, _with_texts_of_calls(messages))[: 1 + has_calls]:
             try:
+                _refuse_left_out(example, source)
                 texts, spans = self._apply(
                     conversations=[list(conversation)],
                     tools=example.tools,
@@ -194,6 +186,26 @@ class ChatTemplate:
                 "so that it is unknown where the answer begins"
             )
         raise DataError(f"the chat template {what}", hint=TRAINING_HINT)
+
+
+def _refuse_left_out(example: ChatExample, template: str) -> None:
+    """Refuse a conversation with something that a template does not read.
+
+    Raises:
+        DataError: the template would leave it out.
+    """
+    keys = {key for message in example.messages for key in message} | ({"tools"} if example.tools else set())
+    for what, names in PLACES.items():
+        if names & keys and not names & _names_in(template):
+            hint = f"use the template of a model that has them, or remove the {what} from the row"
+            raise DataError(f"the chat template would leave out the {what}", hint=hint)
+
+
+@cache
+def _names_in(template: str) -> set[str]:
+    """Return the names and the plain texts in the code of a template, without its comments."""
+    tokens = jinja2.Environment().lex(template)
+    return {text.strip("'\"") for _, kind, text in tokens if kind in ("name", "string")}
 
 
 def _with_texts_of_calls(messages: Sequence[Message]) -> list[Message]:
