@@ -121,7 +121,7 @@ def test_templates_of_models(
     assert learned_by_us(load, row, tokenizer) == (ids, wanted)
     tokenizer.chat_template = own
     if conversation in NOT_BY_PREFIX.get(name, ()):
-        with pytest.raises(DataError, match="when more messages follow|does not begin so"):
+        with pytest.raises(DataError, match=r"when more messages follow|does not begin so"):
             learned_by_us(load, row, tokenizer)
         return
     by_prefix = learned_by_us(load, row, tokenizer)
