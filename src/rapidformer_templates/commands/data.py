@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from rapidformer_templates.commands import inspect_samples
 from rapidformer_templates.errors import Explained
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed, positive
 from rapidformer_templates.planning.registry import load_object
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = dashed(sys.argv[1:] if argv is None else argv)
     try:
+        if words[:1] == ["inspect"] and any(word.partition("=")[0] in ("--task", "--config") for word in words):
+            return inspect_samples.main(words[1:])
         options = build_parser().parse_args(words)
         with interruptible("interrupted; nothing was written", "run it again: it starts from the beginning"):
             run_tool: Callable[[argparse.Namespace], int] = load_object(options.run)
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer data``."""
-    parser = CommandParser(prog="rapidformer data", description="Make, join and inspect data sets for pretraining.")
+    parser = CommandParser(prog="rapidformer data", description="Make, join and inspect data sets.")
     commands = parser.add_subparsers(required=True, metavar="preprocess|merge|inspect|verify|tokenizer")
 
     preprocess = commands.add_parser("preprocess", help="convert raw text to Megatron's indexed data sets")
@@ -71,7 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_output(merge)
     merge.set_defaults(run="rapidformer_templates.commands.data_tools:merge_main")
 
-    inspect = commands.add_parser("inspect", help="show the contents of indexed data sets")
+    text = "show the contents of indexed data sets; with --task and the flags of a training command, show its samples"
+    inspect = commands.add_parser("inspect", help=text, description=f"{text} with the learned tokens marked.")
     inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
     text = "show the first N documents, as text if a tokenizer is named"
     inspect.add_argument("--show", type=positive, default=0, metavar="N", help=text)

@@ -221,11 +221,12 @@ class Conversation:
             if self._positions is None or ids.shape[1] + MIN_ROOM <= self._positions:
                 self.messages = messages
                 return ids.to(next(self.model.parameters()).device), forgotten
-            if len(messages) <= first + 1:
+            later = [i for i, sent in enumerate(messages) if i > first and sent["role"] == "user"]
+            if not later:
                 takes = f"the model takes {self._positions}, including its answer"
                 raise DataError(f"the message has {ids.shape[1]} tokens, and {takes}", hint="shorten it")
-            del messages[first : first + 2]
-            forgotten += 2
+            del messages[first : later[0]]
+            forgotten += later[0] - first
 
 
 class _WordStreamer(TextStreamer):
