@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         mistakes.run(check, config)
     mistakes.raise_all()
 
-    from rapidformer_templates.data.collate import IGNORED, TokenizedSamples
+    from rapidformer_templates.data.collate import TokenizedSamples
     from rapidformer_templates.data.tasks import load_task
     from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
 
@@ -73,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
     terminal = console()
     if isinstance(train, TokenizedSamples):
         count = min(count, len(train))
-        tokens = sum(len(rows.values) for name, rows in train.fields.items() if name.endswith("input_ids"))
-        labels = [rows.values for name, rows in train.fields.items() if name.endswith("labels")]
-        learned = sum(int((of != IGNORED).sum()) for of in labels) if labels else tokens - len(train)
+        names = [name for name in train.fields if name.endswith("input_ids")]
+        tokens = sum(int(train.lengths_of(name).sum()) for name in names)
+        learned = sum(int(_learned(sample, name.removesuffix("input_ids")).sum()) for sample in train for name in names)
         share = f"{learned:,} of them learned ({learned / tokens:.1%})"
         terminal.print(f"{counted(len(train), 'sample')}, {tokens:,} tokens, {share}", highlight=False, soft_wrap=True)
     for note in [*task.notes, *([describe_skipped(add_by_reason({}, task.bad.skipped))] if task.bad.skipped else [])]:
@@ -95,7 +95,7 @@ def _print_sample(number: int, sample: Sample, tokenizer: PreTrainedTokenizerFas
             continue
         ids, learned = sample[f"{prefix}input_ids"], _learned(sample, prefix)
         text = Text(f"\nsample {number}{what}: {counted(len(ids), 'token')}, {int(learned.sum()):,} learned\n", "bold")
-        starts = np.flatnonzero(sample["position_ids"] == 0)[1:] if "position_ids" in sample else []
+        starts = np.flatnonzero(sample.get("position_ids", np.arange(len(ids))) == 0)[1:]
         for part, first in zip(np.split(ids, starts), [0, *starts], strict=True):
             text.append(BETWEEN if first else "")
             for piece, is_learned in _pieces(tokenizer, part, learned[first : first + len(part)]):
