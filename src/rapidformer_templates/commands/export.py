@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -100,11 +101,11 @@ def serving_line(export: Path) -> str | None:
     kind = (config.get("architectures") or [""])[0]
     if not kind.endswith(TASKS["causal_lm"].model_classes) or str(config["model_type"]).startswith(CONVERTED):
         return None
-    adapters = export / ADAPTERS
-    if not adapters.is_file():
-        return f"serve it with vLLM: vllm serve {export}"
-    base = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or "BASE"
-    return f"serve it with vLLM: vllm serve {base} --enable-lora --lora-modules adapters={export}"
+    adapters, served = export / ADAPTERS, [str(export)]
+    if adapters.is_file():
+        base = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or "BASE"
+        served = [base, "--enable-lora", "--lora-modules", f"adapters={export}"]
+    return f"serve it with vLLM: {shlex.join(['vllm', 'serve', *served])}"
 
 
 def _export(run: RunFolder, options: argparse.Namespace) -> Path:

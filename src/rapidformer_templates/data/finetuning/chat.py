@@ -115,28 +115,35 @@ def _holds_lists(part: DataPart, column: str) -> bool:
 
 
 def _columns_of(part: DataPart, flags: DataFlags, kind: Literal["text", "chat", "prompt"], *names: str) -> Columns:
-    """Return columns of these names with the further ones of their kind.
-
-    Later rows of a stream and other parts may have columns that are missing here.
+    """Return columns of these names with the further ones of their kind. Other parts may have tools if this has none.
 
     Raises:
         DataError: the flag names a column of tools that does not exist.
     """
-    existing = part.table.column_names
     if flags.tools_column and not flags.streaming:
         part.column("tools_column", flags.tools_column, ())
-    usual = {
-        "input_column": input_column(part, names),
-        "system_column": "system",
-        "tools_column": flags.tools_column or next((name for name in TOOL_COLUMNS if name in existing), "tools"),
-    }
+    usual = dict(zip(EXTRA["instruction"], beside_instruction(part, names, begins=flags.streaming), strict=False))
+    existing = part.table.column_names
+    usual["tools_column"] = flags.tools_column or next((name for name in TOOL_COLUMNS if name in existing), "tools")
     of = "instruction" if kind == "prompt" and names[0] == "instruction" else kind
     return Columns(of, names, tuple(usual[column] for column in EXTRA[of]))
 
 
-def input_column(part: DataPart, used: tuple[str | None, ...]) -> str:
-    """Return the column of the input of an instruction. A part may lack it."""
-    return next((name for name in INPUT_COLUMNS if name in part.table.column_names and name not in used), "input")
+def beside_instruction(
+    part: DataPart, used: tuple[str | None, ...], *, begins: bool = False
+) -> tuple[str | None, str | None]:
+    """Return the columns of the input and of the system prompt of an instruction. None if there is no such column.
+
+    Args:
+        used: other columns.
+        begins: the part is the beginning of a stream, and later rows may have columns that are missing here.
+    """
+    columns = [name for name in part.table.column_names if name not in used]
+    given, system = (
+        next((name for name in usual if name in columns), usual[0] if begins else None)
+        for usual in (INPUT_COLUMNS, ("system",))
+    )
+    return given, system
 
 
 def find_prompt_columns(part: DataPart, flags: DataFlags, saved: Mapping[str, Any]) -> Columns:

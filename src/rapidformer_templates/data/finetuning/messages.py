@@ -212,38 +212,44 @@ def joined_parts(content: list[object], what: str) -> str:
 
 def rows_with_texts(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
     """Yield (line, row) for each row of a file, as :func:`table_row` returns it."""
+    is_filled = data_suffix(path) == ".parquet"
     for number, row in ROW_READERS[data_suffix(path)](path, bad):
         try:
-            yield number, table_row(row)
+            yield number, table_row(row, is_filled=is_filled)
         except DataError as error:
             bad.note(path, number, error.message, error.hint or "")
 
 
-def table_row(row: Row) -> Row:
+def table_row(row: Row, *, is_filled: bool = False) -> Row:
     """Return a row whose values a table can hold.
 
     A column of a table has one type, but a content may be a text or parts, and arguments and schemas may be anything.
     So parts are joined to a text, and calls and tools become JSON texts.
 
+    Args:
+        is_filled: the row comes from a table, where None stands for keys that only other rows have. Otherwise it is a
+            value, such as that of an argument.
+
     Raises:
         DataError: a part is not a text.
     """
-    return {name: _table_value(value, name) if isinstance(value, list) else value for name, value in row.items()}
 
+    def as_json(value: object) -> str:
+        return json.dumps(_without_none(value) if is_filled else value, ensure_ascii=False)
 
-def _table_value(values: list[object], column: str) -> object:
-    items = [value for value in values if isinstance(value, dict)]
-    if items and (column in TOOL_COLUMNS or {"function", "parameters"} & items[0].keys()):
-        return json.dumps(values, ensure_ascii=False)
-    return [_table_message(value, f"message {number} in '{column}'") for number, value in enumerate(values, start=1)]
+    def message_of(value: object, what: str) -> object:
+        if not isinstance(value, dict) or "role" not in value:
+            return value
+        calls = {name: as_json(value[name]) for name in ("tool_calls", "function_call") if value.get(name)}
+        content = value.get("content")
+        return value | calls | ({"content": joined_parts(content, what)} if isinstance(content, list) else {})
 
+    def value_of(values: object, column: str) -> object:
+        if not isinstance(values, list):
+            return values
+        first = next((value for value in values if isinstance(value, dict)), {})
+        if first and (column in TOOL_COLUMNS or {"function", "parameters"} & first.keys()):
+            return as_json(values)
+        return [message_of(value, f"message {number} in '{column}'") for number, value in enumerate(values, start=1)]
 
-def _table_message(value: object, what: str) -> object:
-    if not isinstance(value, dict) or "role" not in value:
-        return value
-    message = {
-        name: json.dumps(entry, ensure_ascii=False) if name in ("tool_calls", "function_call") and entry else entry
-        for name, entry in value.items()
-    }
-    content = message.get("content")
-    return {**message, "content": joined_parts(content, what)} if isinstance(content, list) else message
+    return {column: value_of(values, column) for column, values in row.items()}
