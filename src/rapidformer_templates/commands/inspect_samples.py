@@ -94,7 +94,8 @@ def _print_sample(number: int, sample: Sample, tokenizer: PreTrainedTokenizerFas
         if f"{prefix}input_ids" not in sample:
             continue
         ids, learned = sample[f"{prefix}input_ids"], _learned(sample, prefix)
-        text = Text(f"\nsample {number}{what}: {counted(len(ids), 'token')}, {int(learned.sum()):,} learned\n", "bold")
+        head = f"\nsample {number}{what}: {counted(len(ids), 'token')}, {int(learned.sum()):,} learned\n"
+        text = Text().append(head, "bold")
         starts = np.flatnonzero(sample.get("position_ids", np.arange(len(ids))) == 0)[1:]
         for part, first in zip(np.split(ids, starts), [0, *starts], strict=True):
             text.append(BETWEEN if first else "")

@@ -1,7 +1,10 @@
 """Conversations, completions and instructions: the tokens that transformers renders, and loss only on the answers."""
 
 import json
+import platform
+import subprocess
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -406,9 +409,24 @@ def test_black_box_run(tmp_path: Path, gpt_folder: Path, packed: bool, capsys: p
         total += torch.nn.functional.cross_entropy(logits[wanted], labels[wanted], reduction="sum").item()
         count += int(wanted.sum())
         right += int((logits.argmax(-1) == labels)[wanted].sum())
-    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))["metrics"]
+    described = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
+    summary = described["metrics"]
     assert summary["eval_loss"] == pytest.approx(total / count, rel=1e-4)
     assert summary["token_accuracy"] == pytest.approx(right / count, abs=1.5 / count)
+    # The summary says how the run was started, and the card how to load its model.
+    age = datetime.now().astimezone() - datetime.fromisoformat(described["started"])
+    assert timedelta(seconds=described["wall_seconds"] - 2) < age < timedelta(minutes=5)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    assert (described["git_commit"] or "").removesuffix("-dirty") == head
+    assert described["host"] == platform.node()
+    assert "pytest" in described["command"]
+    card = (tmp_path / "run/export/README.md").read_text(encoding="utf-8")
+    assert f"| eval_loss | {summary['eval_loss']:.4f} |" in card
+    assert "\ndatasets:" not in card  # a folder is no name on the hub
+    assert str(tmp_path) not in card
+    names: dict[str, Any] = {}
+    exec(card.split("```python\n")[1].split("```")[0].replace("EXPORT", str(tmp_path / "run/export")), names)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in names["model"].state_dict().items())
 
 
 SHORT_CHATML = (
