@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
@@ -110,6 +110,13 @@ def test_every_engine_of_a_checkpoint(name: str, trained: Path, capsys: pytest.C
         assert main(["export", str(run), "--merge"]) == 0
         assert main(["export", str(run), "--merge", "--step", str(best)]) == 0
         same(run / f"merged-step-{best}", run / "merged")
+        card = (run / "merged/README.md").read_text()
+        assert "library_name: transformers" in card
+        code = card.split("```python\n")[1].split("```")[0]
+        names: dict[str, Any] = {}
+        exec(code.replace("EXPORT", str(run / "merged")), names)
+        merged = AutoModelForCausalLM.from_pretrained(run / "merged").state_dict()
+        assert all(tensor.equal(merged[name]) for name, tensor in names["model"].state_dict().items())
 
 
 LOST = ("run", "run/checkpoints", "run/checkpoints/step-2", "")

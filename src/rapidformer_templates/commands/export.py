@@ -21,6 +21,7 @@ from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.out_of_memory import explained_without_plan
+from rapidformer_templates.run.push_to_hub import CARD, write_card_of_merged
 from rapidformer_templates.system.files import JSON_ERRORS
 
 ADAPTERS = "adapter_config.json"
@@ -28,7 +29,7 @@ WRITTEN = (
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
     "adapter_base.json", BESIDE_ADAPTERS, "config.json", "generation_config.json", ADAPTERS,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model",
-    "sentencepiece.bpe.model", "README.md",
+    "sentencepiece.bpe.model", CARD,
 )  # fmt: skip
 """Files that transformers, peft and tokenizers write for a model. ``--overwrite`` replaces only these."""
 
@@ -145,6 +146,7 @@ def _merge(adapters: Path, output: Path, base: str | None) -> None:
 
     with explained_without_plan(str(adapters), "merge on a machine with more memory"):
         merge(adapters, output, base)
+    write_card_of_merged(adapters, output)
 
 
 def _output(options: argparse.Namespace, default: Path, *, reads: Path) -> Path:

@@ -26,6 +26,7 @@ from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.folder import Summary
 
 FLAG = "--push-to-hub"
+CARD = "README.md"
 
 
 def check_push(config: RunConfig) -> None:
@@ -160,7 +161,17 @@ def write_card(config: RunConfig, plan: Plan, export: Path, summary: Summary | N
         plan="\n".join(plan_lines(plan)),
         flags="\n".join(f"| `{flag}` | {value.replace('|', '/')} |" for flag, value in flags.items()),
     )
-    ModelCard(text).save(export / "README.md")
+    ModelCard(text).save(export / CARD)
+
+
+def write_card_of_merged(adapters: Path, merged: Path) -> None:
+    """Write the model card of adapters, if there is one, into their merged model, with how to load that."""
+    card = adapters / CARD
+    if card.is_file():
+        text = card.read_text(encoding="utf-8").replace("\nlibrary_name: peft\n", "\nlibrary_name: transformers\n", 1)
+        before, _, rest = text.partition("```python\n")
+        code, after = _code(None, merged, None, None), rest.partition("\n```")[2]
+        (merged / CARD).write_text(f"{before}```python\n{code}\n```{after}", encoding="utf-8")
 
 
 def _data_sets(config: RunConfig) -> list[str]:
