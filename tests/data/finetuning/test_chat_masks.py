@@ -77,6 +77,33 @@ def test_a_template_that_takes_arguments_as_text(load: Load, tokenizers: Path, m
     assert '{"city": "Köln", "days": null}' in tokenizer.decode(ours[0])
 
 
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+TWO_CALLS = {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "abcdefgh2"}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "lost"),
+    [
+        ("gpt_oss", TWO_CALLS, "a call"),
+        ("llama31", CALLED | {"content": "I ask."}, "the content beside a call"),
+        ("mistral", CALLED | {"content": "I ask."}, "the content beside a call"),
+        ("qwen25", TWO_CALLS | {"content": "I ask."}, None),
+        ("mistral", TWO_CALLS, None),
+    ],
+)
+def test_what_a_template_leaves_out_of_a_call(
+    load: Load, tokenizers: Path, name: str, answer: Row, lost: str | None
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizers)
+    tokenizer.chat_template = template(name, marked=True)
+    row = CONVERSATIONS["tool call"] | {"messages": [said("hello")[0], answer]}
+    if lost is not None:
+        with pytest.raises(DataError, match=f"leaves out {lost} in message 2"):
+            learned_by_us(load, row, tokenizer)
+    else:
+        assert learned_by_us(load, row, tokenizer) == _by_transformers(row, tokenizer)
+
+
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("key", ["weight", "train"])
 def test_answers_that_are_left_out(load: Load, tokenizers: Path, key: str, marked: bool) -> None:

@@ -134,6 +134,33 @@ class ChatTemplate:
                 rejected = DataError(f"the chat template rejects the conversation: {error}")
         raise rejected
 
+    def check_calls(self, example: ChatExample, text: str) -> None:
+        """Check that the text of a conversation has all calls, and what is said with them. Some templates write one.
+
+        Raises:
+            DataError: the text is the same without a call, or without the content beside it.
+        """
+        for i, message in enumerate(example.messages):
+            calls: Any = message.get("tool_calls", [])
+            content = message.get("content")
+            if len(calls) + bool(content) < 2 or not calls:
+                continue  # a message that is only a call cannot lose it
+            bare = {key: value for key, value in message.items() if key != "tool_calls"}
+            without = {"a call": bare | ({"tool_calls": calls[:-1]} if len(calls) > 1 else {})}
+            if content:
+                without["the content beside a call"] = {key: message[key] for key in message if key != "content"}
+            for what, other in without.items():
+                messages = [*example.messages[:i], other, *example.messages[i + 1 :]]
+                if self._renders_as(replace(example, messages=messages), text):
+                    hint = "write it as a message of its own, or use another template"
+                    raise DataError(f"the chat template leaves out {what} in message {i + 1}", hint=hint)
+
+    def _renders_as(self, example: ChatExample, text: str) -> bool:
+        try:
+            return self.render(example) == text
+        except DataError:  # the template needs what is not there
+            return False
+
     _apply: Any = staticmethod(render_jinja_template)  # its annotations do not show what it returns
 
     def answers(self, example: ChatExample, *, last: bool = False) -> Rendered:
@@ -382,9 +409,11 @@ class ChatReader:
         if isinstance(example, Completion):
             text = example.prompt + example.completion
             return Rendered(text, [(len(example.prompt), len(text))], bare=True)
-        if self.answers_only:
-            return self._template.answers(example, last=self.last_only)
-        return Rendered(self._template.render(example))
+        template = self._template
+        answers = template.answers(example, last=self.last_only) if self.answers_only else None
+        rendered = answers or Rendered(template.render(example))
+        template.check_calls(example, rendered.text)
+        return rendered
 
     def question(self, example: ChatExample) -> str:
         """Return the text of a conversation up to the answer that it asks for."""
