@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from rapidformer_templates.commands import inspect_samples
 from rapidformer_templates.errors import Explained
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed, positive
 from rapidformer_templates.planning.registry import load_object
@@ -28,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = dashed(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["inspect"] and any(word.partition("=")[0] in ("--task", "--config") for word in words):
-            return inspect_samples.main(words[1:])
+            show: Callable[[list[str]], int] = load_object("rapidformer_templates.commands.inspect_samples:main")
+            return show(words[1:])
         options = build_parser().parse_args(words)
         with interruptible("interrupted; nothing was written", "run it again: it starts from the beginning"):
             run_tool: Callable[[argparse.Namespace], int] = load_object(options.run)
