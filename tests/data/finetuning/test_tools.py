@@ -92,7 +92,9 @@ def _without_none(value: Any) -> Any:
 SIZES = {"seq_length": 2000, "max_position_embeddings": 2000}
 
 
-@pytest.mark.parametrize("source", ["jsonl", "json", "texts", "another column", "parquet", "saved", "csv", "stream"])
+@pytest.mark.parametrize(
+    "source", ["jsonl", "json", "texts", "another column", "parquet", "texts in parquet", "saved", "csv", "stream"]
+)
 def test_rows_of_every_source(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, source: str) -> None:
     rows, flags = MIXED, SIZES
     if source == "jsonl":
@@ -109,6 +111,11 @@ def test_rows_of_every_source(load: Load, tokenizer: PreTrainedTokenizerFast, tm
         table = pa.Table.from_pylist(ALIKE)  # it sorts the keys of objects
         pq.write_table(table, tmp_path / "train.parquet")
         rows = _without_none(table.to_pylist())
+    elif source == "texts in parquet":
+        texts = [_written_as_text(row) for row in rows]
+        for message in (message for row in texts for message in row["messages"] if "tool_calls" in message):
+            message["tool_calls"] = json.dumps(message["tool_calls"])
+        pq.write_table(pa.Table.from_pylist(texts), tmp_path / "train.parquet")
     elif source == "saved":
         rows = ALIKE
         datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path))

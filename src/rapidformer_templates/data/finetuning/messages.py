@@ -240,7 +240,8 @@ def table_row(row: Row, *, is_filled: bool = False) -> Row:
     def message_of(value: object, what: str) -> object:
         if not isinstance(value, dict) or "role" not in value:
             return value
-        calls = {name: as_json(value[name]) for name in ("tool_calls", "function_call") if value.get(name)}
+        calls = {name: value.get(name) for name in ("tool_calls", "function_call")}
+        calls = {name: as_json(entry) for name, entry in calls.items() if isinstance(entry, list | dict)}
         content = value.get("content")
         return value | calls | ({"content": joined_parts(content, what)} if isinstance(content, list) else {})
 
