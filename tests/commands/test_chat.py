@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.run.predictions import Conversation
+from tests.support.chat_templates import WEATHER, template
 from tests.support.messages import Says
 from tests.support.preference_runs import pairs, words
 from tests.support.texts import write_jsonl
@@ -59,11 +61,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
     return folder
 
 
-def reference(folder: Path, messages: list[dict[str, str]], new_tokens: int = 6) -> str:
+def reference(folder: Path, messages: list[dict[str, str]], new_tokens: int = 6, tools: Any = None) -> str:
     """Return the answer of transformers alone."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     tokens = model.generate(**ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     text: str = tokenizer.decode(tokens[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
     return text
@@ -89,6 +93,35 @@ def test_lines(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> No
     assert main(["chat", str(folder), *NEW, "--system", "be good"]) == 0
     system = {"role": "system", "content": "be good"}
     assert capsys.readouterr().out == reference(folder, [system, *said("the cat")]) + "\n"
+
+
+@pytest.mark.slow
+def test_tools(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template("qwen25", marked=False)
+    tokenizer.save_pretrained(model)
+    first = reference(model, said("the cat"), tools=[WEATHER])
+    assert first != reference(model, said("the cat"))
+    result = {"role": "tool", "content": "rain"}
+    second = reference(model, [*said("the cat", first.strip()), result], tools=[WEATHER])
+    (tmp_path / "tools.json").write_text(json.dumps([WEATHER["function"]]), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n/tool rain\n"))
+    assert main(["chat", str(model), *NEW, "--tools", str(tmp_path / "tools.json")]) == 0
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+    rows = [{"messages": said("the cat"), "tools": [WEATHER]}, {"messages": said("the cat")}]
+    source, output = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+    assert main(["predict", str(model), "--input", str(source), "--output", str(output), *NEW]) == 0
+    predicted = [json.loads(line)["prediction"]["text"] for line in output.read_text(encoding="utf-8").splitlines()]
+    assert predicted == [first, reference(model, said("the cat"))]
+
+
+def test_tools_that_cannot_be_read(folder: Path, tmp_path: Path, says: Says) -> None:
+    for text in (None, "[", "[]", '[{"type": "function"}]'):
+        if text is not None:
+            (tmp_path / "tools.json").write_text(text, encoding="utf-8")
+        says.command(f"chat {folder} --tools {tmp_path}/tools.json")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A checkpoint of any engine is exported as its own run would export it, without data and workers."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
@@ -51,13 +52,18 @@ def train_all(workers: Any, runs: Mapping[str, list[str]]) -> None:
 
 
 def same(folder: Path, other: Path) -> None:
-    """Assert that two folders have the same files, byte by byte. But peft stores layer names as an unordered set."""
+    """Assert that two folders have the same files, byte by byte. But peft stores layer names as an unordered set.
+
+    The card of a run that has not ended has no metrics.
+    """
     names = sorted(path.name for path in other.iterdir())
     assert sorted(path.name for path in folder.iterdir()) == names, other
     for name in names:
         told, wanted = ((of / name).read_bytes() for of in (folder, other))
         if name == "adapter_config.json":
             told, wanted = (b"".join(sorted(content.replace(b",", b"").split())) for content in (told, wanted))
+        if name == "README.md":
+            told, wanted = (content.partition(b"## Training data")[2] for content in (told, wanted))
         assert told == wanted, f"{other}: {name}"
 
 
@@ -80,10 +86,18 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", by_default(SHORT, RUNS))
-def test_every_engine_of_a_checkpoint(name: str, trained: Path) -> None:
+def test_every_engine_of_a_checkpoint(name: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained / name
     best = json.loads((run / "summary.json").read_text())["best"]["step"]
     assert main(["export", str(run), "--step", str(best)]) == 0
+    served = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("serve it with vLLM: "))
+    output = str(run / f"export-step-{best}")
+    assert served[:2] == ["vllm", "serve"]
+    assert served[2:] == (
+        [str(trained / "data/model"), "--enable-lora", "--lora-modules", f"adapters={output}"]
+        if name == "adapters"
+        else [output]
+    )
     same(run / f"export-step-{best}", run / "export")
     (run / "export").rename(run / "kept")  # as after an interruption
     assert main(["export", str(run)]) == 0
@@ -96,6 +110,13 @@ def test_every_engine_of_a_checkpoint(name: str, trained: Path) -> None:
         assert main(["export", str(run), "--merge"]) == 0
         assert main(["export", str(run), "--merge", "--step", str(best)]) == 0
         same(run / f"merged-step-{best}", run / "merged")
+        card = (run / "merged/README.md").read_text()
+        assert "library_name: transformers" in card
+        code = card.split("```python\n")[1].split("```")[0]
+        names: dict[str, Any] = {}
+        exec(code.replace("EXPORT", str(run / "merged")), names)
+        merged = AutoModelForCausalLM.from_pretrained(run / "merged").state_dict()
+        assert all(tensor.equal(merged[name]) for name, tensor in names["model"].state_dict().items())
 
 
 LOST = ("run", "run/checkpoints", "run/checkpoints/step-2", "")

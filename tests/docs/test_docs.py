@@ -89,7 +89,7 @@ def _anchors(page: Path) -> set[str]:
 FLAG = r"(?<![\w-])--[a-z][a-z0-9_-]*"
 IN_CODE = {  # flags of other programs that only code and examples name, and beginnings of flags
     "deepspeed": ["--master", "--port", "--worker"],
-    "git": ["--name-only"],
+    "git": ["--abbrev", "--always", "--dirty", "--exclude", "--name-only"],
     "nvidia-smi": ["--format", "--query-gpu"],
     "pip": ["--no-build-isolation"],
     "slurm": [
@@ -97,6 +97,7 @@ IN_CODE = {  # flags of other programs that only code and examples name, and beg
         "--open-mode", "--requeue", "--signal", "--time",
     ],
     "trackers": ["--project", "--name"],
+    "vllm": ["--enable-lora", "--lora-modules"],
     "examples": ["--words"],
     "beginnings": ["--adam-", "--no-", "--oss", "--zero", "--zero-", "--zero-1-", "--zero-3-"],
     "other spellings": ["--micro_batch_size"],
@@ -321,6 +322,7 @@ ELSEWHERE = {
     r"rapidformer evaluate ": "tests/commands/test_evaluate.py",
     r"rapidformer predict ": "tests/commands/test_predict.py",
     r"rapidformer chat ": "tests/commands/test_chat.py",
+    r"rapidformer data inspect --task": "tests/commands/test_inspect_samples.py",
     r"rapidformer plan --auto-strategy --device-file": "tests/switches/auto_strategy/test_device_file.py",
     r"rapidformer doctor": "tests/commands/test_doctor.py",
     r"rapidformer --task TASK": "a form, not a command",

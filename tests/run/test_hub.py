@@ -21,9 +21,9 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.finetuning.hub_cache import find_or_download
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.models.loading import read_config_of
-from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_parser import parse
-from rapidformer_templates.planning.hub import model_folder
+from rapidformer_templates.planning.hub import is_hub_name, model_folder
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run import push_to_hub
 from rapidformer_templates.run.saved_model import find_saved
@@ -275,6 +275,16 @@ def test_adapters_name_their_base_on_the_hub(hub: Hub, model: dict[str, bytes], 
     expected = open_saved(run).model(**rows).logits
     torch.testing.assert_close(names["model"].eval()(**rows).logits, expected)
     assert not torch.equal(expected[0], expected[1])
+
+
+def test_a_file_in_a_folder_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``data/chat`` looks like the name of a data set there, and the card would link to it."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    for folder in (".", "data"):
+        (named,) = push_to_hub._data_sets(RunConfig().replace("the test", data_dir=folder, data_name="chat"))
+        assert not is_hub_name(named)
+        assert Path(named) == tmp_path / folder / "chat"
 
 
 @pytest.mark.parametrize("token", by_default([""], ["", "hf_reader", "hf_wrong"]))

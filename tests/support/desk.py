@@ -69,6 +69,7 @@ def _texts() -> list[dict[str, Any]]:
 def _write_sets(folder: Path) -> None:
     folder.mkdir(parents=True)
     write_jsonl(folder / "chat.jsonl", CHATS)
+    write_jsonl(folder / "more.jsonl", CHATS)
     write_jsonl(folder / "pairs.jsonl", pairs())
     write_jsonl(folder / "ultra.jsonl", pairs())
     write_jsonl(folder / "notes.jsonl", _texts())

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rapidformer_templates.commands import saved_model
+from rapidformer_templates.data.finetuning.messages import Tools, read_tools
 from rapidformer_templates.data.text.files import NOT_UTF8, UTF8_HINT
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.model_files import check_model_files
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """Talk to the exported language model of a run, or to any causal language model of transformers.
 
 At a terminal: answers come word by word; /reset forgets the conversation, /exit or Ctrl-D ends the program, Ctrl-C
-ends an answer. Elsewhere each line of standard input is a message, and each answer goes to standard output."""
+ends an answer. Elsewhere each line of standard input is a message, and each answer goes to standard output. With
+--tools, a line /tool TEXT is the result of a call."""
 
 PROMPT = "> "
 
@@ -37,6 +40,7 @@ class ChatFlags:
     """Conversation"""
 
     system: str | None = flag(None, "system message, before all others", metavar="TEXT")
+    tools: str | None = flag(None, "JSON file with a list of tools that the model may call", metavar="FILE")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.training.task not in tasks_with(lambda task: task.continues_text):
         raise _cannot_chat(config.training.task, saved)
     check_model_files(config)
+    tools = _read_tools(config.user.tools)
     task = load_saved_task(config, saved)
     if task.auto_class != "AutoModelForCausalLM":  # pretraining of an encoder
         raise _cannot_chat(task.name, saved)
@@ -84,12 +89,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         saved_model.model_on_device(task, config) as (model, _),
     ):
         conversation = Conversation(
-            model, task.tokenizer, saved_model.generation_of(config.user, config), config.user.system
+            model, task.tokenizer, saved_model.generation_of(config.user, config), config.user.system, tools
         )
         if conversation.is_plain:
             print("note: the tokenizer has no chat template: a plain one is used", file=sys.stderr)
         talk(conversation, at_terminal=sys.stdin.isatty() and sys.stdout.isatty(), name=str(saved.folder))
     return 0
+
+
+def _read_tools(file: str | None) -> Tools | None:
+    """Read the tools of a file.
+
+    Raises:
+        DataError: it cannot be read, or holds no tools.
+    """
+    if file is None:
+        return None
+    try:
+        tools = read_tools(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}", where="--tools", hint="name a JSON file") from error
+    except DataError as error:
+        raise DataError(error.message, where=f"--tools {file}", hint=error.hint) from error
+    if tools is None:
+        raise DataError("there is no tool in the file", where=f"--tools {file}", hint="write a list of JSON schemas")
+    return tools
 
 
 def _cannot_chat(task: str | None, saved: SavedModel) -> ConfigError:
@@ -108,8 +132,10 @@ def talk(conversation: Conversation, *, at_terminal: bool, name: str) -> None:
             conversation.reset()
             if at_terminal:
                 print("(forgotten)")
+        elif line.startswith("/tool "):
+            _answer(conversation, line.removeprefix("/tool "), "tool")
         elif line.startswith("/") and at_terminal and " " not in line:
-            print(f"unknown command {line}: use /reset or /exit")
+            print(f"unknown command {line}: use /reset, /tool TEXT or /exit")
         elif line:
             _answer(conversation, line)
 
@@ -155,10 +181,10 @@ def _between_words() -> Iterator[Callable[[str], None]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _answer(conversation: Conversation, line: str) -> None:
+def _answer(conversation: Conversation, line: str, role: str = "user") -> None:
     try:
         with _between_words() as say:
-            forgotten = conversation.answer(line, say)
+            forgotten = conversation.answer(line, say, role)
         print()
     except KeyboardInterrupt:
         print(" …")

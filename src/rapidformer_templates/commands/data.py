@@ -26,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = dashed(sys.argv[1:] if argv is None else argv)
     try:
+        if words[:1] == ["inspect"] and any(word.partition("=")[0] in ("--task", "--config") for word in words):
+            show: Callable[[list[str]], int] = load_object("rapidformer_templates.commands.inspect_samples:main")
+            return show(words[1:])
         options = build_parser().parse_args(words)
         with interruptible("interrupted; nothing was written", "run it again: it starts from the beginning"):
             run_tool: Callable[[argparse.Namespace], int] = load_object(options.run)
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer data``."""
-    parser = CommandParser(prog="rapidformer data", description="Make, join and inspect data sets for pretraining.")
+    parser = CommandParser(prog="rapidformer data", description="Make, join and inspect data sets.")
     commands = parser.add_subparsers(required=True, metavar="preprocess|merge|inspect|verify|tokenizer")
 
     preprocess = commands.add_parser("preprocess", help="convert raw text to Megatron's indexed data sets")
@@ -71,15 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_output(merge)
     merge.set_defaults(run="rapidformer_templates.commands.data_tools:merge_main")
 
-    inspect = commands.add_parser("inspect", help="show the contents of indexed data sets")
-    inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
-    text = "show the first N documents, as text if a tokenizer is named"
-    inspect.add_argument("--show", type=positive, default=0, metavar="N", help=text)
-    text = "show the loss of a unigram model of the training part on the validation part"
-    inspect.add_argument("--split", metavar="T,V,T", help=text)
-    _add_tokenizer(inspect)
-    _add_json(inspect)
-    inspect.set_defaults(run="rapidformer_templates.commands.data_tools:inspect_main")
+    _add_inspect(commands)
 
     verify = commands.add_parser("verify", help="compare indexed data sets with their checksums")
     verify.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
@@ -100,6 +95,19 @@ def build_parser() -> argparse.ArgumentParser:
     _add_output(tokenizer)
     tokenizer.set_defaults(run="rapidformer_templates.data.text.train_tokenizer:main")
     return parser
+
+
+def _add_inspect(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    text = "show the contents of indexed data sets; with --task and the flags of a training command, show its samples"
+    inspect = commands.add_parser("inspect", help=text, description=f"{text} with the learned tokens marked.")
+    inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
+    text = "show the first N documents, as text if a tokenizer is named"
+    inspect.add_argument("--show", type=positive, default=0, metavar="N", help=text)
+    text = "show the loss of a unigram model of the training part on the validation part"
+    inspect.add_argument("--split", metavar="T,V,T", help=text)
+    _add_tokenizer(inspect)
+    _add_json(inspect)
+    inspect.set_defaults(run="rapidformer_templates.commands.data_tools:inspect_main")
 
 
 def _add_text(parser: argparse.ArgumentParser) -> None:

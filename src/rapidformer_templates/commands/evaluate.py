@@ -49,7 +49,7 @@ WITHIN = {"data_name": "data_dir", "split": "data_path"}
 OPTIONS = (
     EvaluateFlags,
     subset_of_flags(
-        DataFlags, *saved_model.WHERE, "text_column", "pair_column", "label_column", "max_eval_samples",
+        DataFlags, *saved_model.WHERE, "text_column", "pair_column", "label_column", "tools_column", "max_eval_samples",
         "skip_bad_lines", "micro_batch_size", micro_batch_size=None,
     ),
     subset_of_flags(ModelFlags, "seq_length", "base", "trust_remote_code"),

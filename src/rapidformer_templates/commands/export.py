@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from rapidformer_templates.errors import CheckpointError, ConfigError
+from rapidformer_templates.models.model_files import CONVERTED
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed
 from rapidformer_templates.planning.hub import BESIDE_ADAPTERS
+from rapidformer_templates.planning.request import config_file
+from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.out_of_memory import explained_without_plan
+from rapidformer_templates.run.push_to_hub import CARD, write_card_of_merged
 from rapidformer_templates.system.files import JSON_ERRORS
 
 ADAPTERS = "adapter_config.json"
@@ -24,7 +29,7 @@ WRITTEN = (
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
     "adapter_base.json", BESIDE_ADAPTERS, "config.json", "generation_config.json", ADAPTERS,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model",
-    "sentencepiece.bpe.model",
+    "sentencepiece.bpe.model", CARD,
 )  # fmt: skip
 """Files that transformers, peft and tokenizers write for a model. ``--overwrite`` replaces only these."""
 
@@ -63,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         output = _export(run, options)
     print(f"wrote {output}")
+    if (line := serving_line(output)) is not None:
+        print(line)
     return 0
 
 
@@ -86,6 +93,20 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--output", metavar="FOLDER", help=text)
     where.add_argument("--overwrite", action="store_true", help="replace an existing export")
     return parser
+
+
+def serving_line(export: Path) -> str | None:
+    """Return a line with the command that serves an exported model. None if it writes no text."""
+    file = config_file(export)
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kind = (config.get("architectures") or [""])[0]
+    if not kind.endswith(TASKS["causal_lm"].model_classes) or str(config["model_type"]).startswith(CONVERTED):
+        return None
+    adapters, served = export / ADAPTERS, [str(export)]
+    if adapters.is_file():
+        base = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or "BASE"
+        served = [base, "--enable-lora", "--lora-modules", f"adapters={export}"]
+    return f"serve it with vLLM: {shlex.join(['vllm', 'serve', *served])}"
 
 
 def _export(run: RunFolder, options: argparse.Namespace) -> Path:
@@ -125,6 +146,7 @@ def _merge(adapters: Path, output: Path, base: str | None) -> None:
 
     with explained_without_plan(str(adapters), "merge on a machine with more memory"):
         merge(adapters, output, base)
+    write_card_of_merged(adapters, output)
 
 
 def _output(options: argparse.Namespace, default: Path, *, reads: Path) -> Path:

@@ -77,7 +77,14 @@ OPTIONS = (
     PredictFlags,
     saved_model.GenerationFlags,
     subset_of_flags(
-        DataFlags, "text_column", "pair_column", "label_column", "skip_bad_lines", "micro_batch_size", **AT_ONCE
+        DataFlags,
+        "text_column",
+        "pair_column",
+        "label_column",
+        "tools_column",
+        "skip_bad_lines",
+        "micro_batch_size",
+        **AT_ONCE,
     ),
     subset_of_flags(ModelFlags, "seq_length", "base", "trust_remote_code"),
     subset_of_flags(TrainingFlags, "task", "seed"),

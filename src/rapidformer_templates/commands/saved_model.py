@@ -48,7 +48,7 @@ class GenerationFlags:
 
 
 OF_THE_RUN = (
-    *("task", "problem_type", "seq_length", "text_column", "pair_column", "label_column"),
+    *("task", "problem_type", "seq_length", "text_column", "pair_column", "label_column", "tools_column"),
     *("loss_on", "pack_sequences", "skip_bad_lines", "text_unit", "keep_documents_apart", "mask_prob"),
     *("whole_word_mask", "mean_span_length", "sentence_pairs", "short_seq_prob", "data_impl", "data_cache_dir"),
     *("preference_loss", "preference_beta", "simpo_gamma", "kto_desirable_weight", "kto_undesirable_weight"),

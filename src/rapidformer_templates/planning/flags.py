@@ -204,6 +204,9 @@ class DataFlags:
     label_column: str | None = flag(
         None, "column with the label, the tags, the answers or the target", metavar="NAME", usual=True
     )
+    tools_column: str | None = flag(
+        None, "column with the tools that a conversation may call (default: tools or functions)", metavar="NAME"
+    )
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = flag(
         None, "sequence_classification: kind of labels (default: regression for fractions, multi-label for lists)"
     )
@@ -234,8 +237,10 @@ class DataFlags:
         "masked pretraining on sentence pairs, with the second head of bert, albert, … (default: windows of text)",
     )
     short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0, maximum=1)
-    loss_on: Literal["answers", "all"] | None = flag(
-        None, "causal_lm: tokens to learn (default: the answers of chat and instruction data, all tokens of plain text)"
+    loss_on: Literal["answers", "last", "all"] | None = flag(
+        None,
+        "causal_lm: tokens to learn: the answers of chat and instruction data (their default), only the last answer of "
+        "each row, or all tokens (the default of plain text)",
     )
     pack_sequences: bool = flag(
         False,

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
+import socket
+import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -72,7 +76,15 @@ def summarise(loop: Loop, metrics: dict[str, float], receipts: Measurements) -> 
     if not loop.meter.steps and run.folder:
         # A complete run was resumed without a step, so its earlier measurements are still valid.
         earlier = run.folder.read_summary()
-        measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank", "stragglers")
+        measured = (
+            "started",
+            "throughput",
+            "receipts",
+            "wall_seconds",
+            "peak_memory_mb",
+            "peak_memory_mb_by_rank",
+            "stragglers",
+        )
         summary |= {name: earlier[name] for name in measured if name in earlier}
     summary["trackers"] = run.workers.broadcast(loop.log.trackers.end(summary) if loop.log.trackers else {})
     if run.workers.is_main and run.folder:
@@ -86,6 +98,7 @@ def what_was_done(run: Run, meter: Meter, receipts: Measurements) -> Summary:
     memory = run.workers.gather(rates["peak_memory_mb"])
     parameters, trainable = count_parameters(run.engine.assembly, run.workers)
     return {
+        **run.workers.broadcast(_how_it_was_started(rates["wall_seconds"]) if run.workers.is_main else {}),
         "template": run.plan.template,
         "switches": list(run.plan.switches),
         "steps": run.position.step,
@@ -99,6 +112,22 @@ def what_was_done(run: Run, meter: Meter, receipts: Measurements) -> Summary:
         "trainable_parameters": trainable,
         "receipts": receipts,
         "versions": versions_of(REPORTED_PACKAGES),
+    }
+
+
+def _how_it_was_started(seconds: float) -> dict[str, str | None]:
+    """Return when, where and how this process started to train, ``seconds`` ago, and the commit of its code."""
+    git = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = None  # there is no git, or the working folder is in no repository
+    started = datetime.now().astimezone() - timedelta(seconds=seconds)
+    return {
+        "started": started.isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "git_commit": commit,
+        "command": shlex.join(sys.orig_argv),
     }
 
 

@@ -79,7 +79,7 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
     if is_on_hub(config.data):
         mistakes.run(check_data_folder, config.data)
         mistakes.raise_all()  # before a long download
-    mistakes.run(_check_data, config)
+    mistakes.run(check_data, config)
     mistakes.raise_all()
     create_repository(config)
     return template
@@ -148,7 +148,7 @@ def check_text_paths(words: Sequence[str]) -> None:
     text_files(text, "--data-path")
 
 
-def _check_data(config: RunConfig) -> None:
+def check_data(config: RunConfig) -> None:
     """Check that the data sets exist, with the columns that flags name.
 
     Raises:

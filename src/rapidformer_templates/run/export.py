@@ -31,6 +31,7 @@ from rapidformer_templates.models.loading import (
 from rapidformer_templates.models.weight_files import save_model, save_weights
 from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.run.checkpoint.format import Reader
+from rapidformer_templates.run.push_to_hub import write_card
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saved_model import DESCRIPTION
 from rapidformer_templates.run.scripts import overridden_hooks
@@ -85,6 +86,7 @@ def describe_model(run: Run, folder: Path) -> None:
             mark_folder(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+        write_card(run.config, run.plan, temporary)  # an export of a checkpoint has it, too
         decisions = run.task.decisions() if run.task else {}
         write_json(temporary / DESCRIPTION, {"hooks": overridden_hooks(type(run.hooks)), "decisions": decisions})
 

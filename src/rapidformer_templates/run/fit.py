@@ -302,8 +302,8 @@ def _finish(loop: Loop, metrics: dict[str, float]) -> Summary:
     summary = summarise(loop, metrics, receipts)
     if run.workers.is_main:
         show_results(folder, summary)
-    if run.workers.is_main and folder and training.push_to_hub:
-        write_card(run.config, run.plan, summary, folder.export)
+    if run.workers.is_main and folder and training.export_model:
+        write_card(run.config, run.plan, folder.export, summary)
     run.workers.barrier()
     run.notify("on_train_end", summary)
     return summary

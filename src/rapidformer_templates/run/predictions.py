@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
+from rapidformer_templates.data.finetuning.chat import ChatExample
 from rapidformer_templates.data.finetuning.chat_samples import ChatTemplate
-from rapidformer_templates.data.finetuning.messages import Message
+from rapidformer_templates.data.finetuning.messages import Message, Tools, table_row
 from rapidformer_templates.data.finetuning.tables import DataPart, part_of, part_of_table
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate
 from rapidformer_templates.data.tasks import Task
@@ -74,9 +75,9 @@ def samples_as_part(samples: Sequence[Any], text_column: str = "text", chat_colu
         if isinstance(sample, str):
             rows.append({text_column: sample})
         elif chat_column and (is_message(sample) or is_conversation(sample)):
-            rows.append({chat_column: [sample] if isinstance(sample, Mapping) else list(sample)})
+            rows.append(table_row({chat_column: [sample] if isinstance(sample, Mapping) else list(sample)}))
         elif isinstance(sample, Mapping):
-            rows.append(dict(sample))
+            rows.append(table_row(dict(sample)))
         else:
             hint = 'give texts, or mappings such as {"text": "…"}' + (", or lists of messages" if chat_column else "")
             raise DataError(f"it is of type {type(sample).__name__}", where=f"sample {number}", hint=hint)
@@ -86,7 +87,7 @@ def samples_as_part(samples: Sequence[Any], text_column: str = "text", chat_colu
 def is_message(sample: object) -> bool:
     """Whether a sample is a single message of a conversation, with nothing else."""
     keys = set(sample) if isinstance(sample, Mapping) else set()
-    return {"role", "content"} <= keys or {"from", "value"} <= keys
+    return ("role" in keys and bool({"content", "tool_calls"} & keys)) or {"from", "value"} <= keys
 
 
 def is_conversation(samples: object) -> bool:
@@ -151,6 +152,7 @@ class Conversation:
     Args:
         model: an unsharded causal language model, on the device where it runs.
         system: a message that comes before all others.
+        tools: tools that the model may call. See :meth:`answer` for their results.
 
     Attributes:
         messages: the messages so far.
@@ -163,7 +165,9 @@ class Conversation:
         tokenizer: PreTrainedTokenizerFast,
         generation: Generation,
         system: str | None = None,
+        tools: Tools | None = None,
     ) -> None:
+        self._tools = tools
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
         self._template = ChatTemplate(tokenizer)
         self.is_plain = self._template.is_plain
@@ -176,11 +180,12 @@ class Conversation:
         """Forget all messages except the system message."""
         self.messages = list(self._first)
 
-    def answer(self, text: str, tell: Callable[[str], object]) -> int:
+    def answer(self, text: str, tell: Callable[[str], object], role: str = "user") -> int:
         """Send a message and stream the answer. After an interruption, the conversation keeps the streamed part.
 
         Args:
             tell: receives the pieces of the answer.
+            role: ``tool`` for the result of a call.
 
         Returns:
             Number of the oldest messages that were forgotten because the model has no room for them.
@@ -188,7 +193,7 @@ class Conversation:
         Raises:
             DataError: the message itself leaves no room for an answer, or the template rejects it.
         """
-        ids, forgotten = self._prompt({"role": "user", "content": text})
+        ids, forgotten = self._prompt({"role": role, "content": text})
         streamer = _WordStreamer(self.tokenizer, tell)
         room = self.generation.max_new_tokens or DEFAULT_NEW_TOKENS
         if self._positions is not None:
@@ -209,18 +214,19 @@ class Conversation:
         first, forgotten = len(self._first), 0
         messages = [*self.messages, message]
         while True:
-            text = self._template.render(messages, add_generation_prompt=True)
+            text = self._template.render(ChatExample(messages, tools=self._tools), add_generation_prompt=True)
             ids = torch.tensor([self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]])
             if not ids.shape[1]:
                 raise DataError("the message has no token", hint="write it in the characters that the tokenizer knows")
             if self._positions is None or ids.shape[1] + MIN_ROOM <= self._positions:
                 self.messages = messages
                 return ids.to(next(self.model.parameters()).device), forgotten
-            if len(messages) <= first + 1:
+            later = [i for i, sent in enumerate(messages) if i > first and sent["role"] == "user"]
+            if not later:
                 takes = f"the model takes {self._positions}, including its answer"
                 raise DataError(f"the message has {ids.shape[1]} tokens, and {takes}", hint="shorten it")
-            del messages[first : first + 2]
-            forgotten += 2
+            del messages[first : later[0]]
+            forgotten += later[0] - first
 
 
 class _WordStreamer(TextStreamer):

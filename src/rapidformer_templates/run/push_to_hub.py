@@ -6,6 +6,7 @@ import torch.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import re
@@ -25,6 +26,7 @@ from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.folder import Summary
 
 FLAG = "--push-to-hub"
+CARD = "README.md"
 
 
 def check_push(config: RunConfig) -> None:
@@ -101,19 +103,20 @@ def push_export(name: str, export: Path, step: int) -> str:
     return f"uploaded   {HfApi().endpoint}/{name}"
 
 
-def write_card(config: RunConfig, plan: Plan, summary: Summary, export: Path) -> None:
+def write_card(config: RunConfig, plan: Plan, export: Path, summary: Summary | None = None) -> None:
     """Write the model card into an exported model.
 
     Args:
-        summary: content of ``summary.json``.
         export: the exported folder.
+        summary: content of ``summary.json``. None before the end of the run.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     from rapidformer_templates.models.adapters import SETTINGS
     from rapidformer_templates.run.console import plan_lines
 
-    name = str(config.training.push_to_hub)
+    name = config.training.push_to_hub
+    title, metrics = name or Path(config.training.save or export).resolve().name, summary["metrics"] if summary else {}
     base, task, sets = config.model.pretrained_model_name_or_path, config.training.task, _data_sets(config)
     pipeline = TASKS[task].hub_pipeline if task else None
     adapters = json.loads((export / SETTINGS).read_text(encoding="utf-8")) if (export / SETTINGS).is_file() else None
@@ -128,11 +131,11 @@ def write_card(config: RunConfig, plan: Plan, summary: Summary, export: Path) ->
             metric_name=metric,
             metric_value=value,
         )
-        for metric, value in summary["metrics"].items()  # of the run's own data set
+        for metric, value in metrics.items()  # of the run's own data set
         if sets and math.isfinite(value) and ("/" not in metric or metric.startswith((f"{TEST}/", "rewards/")))
     ]
     data = ModelCardData(
-        model_name=name.rpartition("/")[2],
+        model_name=title.rpartition("/")[2],
         library_name="peft" if adapters else "transformers",
         pipeline_tag=pipeline,
         base_model=base if base and is_hub_name(base) else None,
@@ -147,18 +150,28 @@ def write_card(config: RunConfig, plan: Plan, summary: Summary, export: Path) ->
     card = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
     text = card.format(
         header=data.to_yaml(),
-        name=name,
+        name=title,
         origin=f"started from `{_public(base)}`" if base else "was trained from scratch",
-        version=summary["versions"]["rapidformer_templates"],
-        length=f"{counted(summary['steps'], 'step')} ({counted(summary['epochs'], 'epoch')})",
+        version=importlib.metadata.version("rapidformer_templates"),
+        length=f" for {counted(summary['steps'], 'step')} ({counted(summary['epochs'], 'epoch')})" if summary else "",
         task=task or "of a script",
         code=_code(name, export, adapters, config.model.revision),
-        metrics="\n".join(f"| {metric} | {value:.4f} |" for metric, value in summary["metrics"].items()),
+        metrics="\n".join(f"| {metric} | {value:.4f} |" for metric, value in metrics.items()) or "| none | |",
         data="\n".join(f"- `{_public(one)}`" for one in sets) or "Data of a script.",
         plan="\n".join(plan_lines(plan)),
         flags="\n".join(f"| `{flag}` | {value.replace('|', '/')} |" for flag, value in flags.items()),
     )
-    ModelCard(text).save(export / "README.md")
+    ModelCard(text).save(export / CARD)
+
+
+def write_card_of_merged(adapters: Path, merged: Path) -> None:
+    """Write the model card of adapters, if there is one, into their merged model, with how to load that."""
+    card = adapters / CARD
+    if card.is_file():
+        text = card.read_text(encoding="utf-8").replace("\nlibrary_name: peft\n", "\nlibrary_name: transformers\n", 1)
+        before, _, rest = text.partition("```python\n")
+        code, after = _code(None, merged, None, None), rest.partition("\n```")[2]
+        (merged / CARD).write_text(f"{before}```python\n{code}\n```{after}", encoding="utf-8")
 
 
 def _data_sets(config: RunConfig) -> list[str]:
@@ -169,7 +182,7 @@ def _data_sets(config: RunConfig) -> list[str]:
         return [path for path in data.data_path if not path.replace(".", "", 1).isdigit()]
     names = [name for _, name in mixture_of(data.data_name)] or [data.data_name or ""]
     if data.data_dir is not None and not is_hub_name(data.data_dir):
-        return [str(Path(data.data_dir, name)) for name in names]
+        return [str(Path(data.data_dir, name).resolve()) for name in names]  # data/a looks like a name on the hub
     return [data.data_dir] if data.data_dir else [name for name in names if name]
 
 
@@ -178,41 +191,42 @@ def _public(name: str | None) -> str:
     return name if name and is_hub_name(name) else Path(name or "").name
 
 
-def _code(name: str, export: Path, adapters: Mapping[str, Any] | None, revision: str | None) -> str:
-    """Return Python code that loads the exported model from the hub.
+def _code(name: str | None, export: Path, adapters: Mapping[str, Any] | None, revision: str | None) -> str:
+    """Return Python code that loads the exported model.
 
     Args:
+        name: its name on the hub. None: it is in a folder, which the code calls EXPORT.
         adapters: their settings. None if the whole model was exported.
         revision: that of the base, which adapters need, too.
     """
-    file = config_file(export)
+    file, source = config_file(export), f'"{name or "EXPORT"}"'
+    folder, download = f"snapshot_download({source})", "from huggingface_hub import snapshot_download\n"
+    if not name:
+        folder, download = source, ""
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if str(config.get("model_type", "")).startswith(CONVERTED):
-        return f"""from huggingface_hub import snapshot_download
-from rapidformer_templates import load_mixture
-
-model = load_mixture(snapshot_download("{name}"))"""
+        return f"{download}from rapidformer_templates import load_mixture\n\nmodel = load_mixture({folder})"
     if not config:
         return f"""from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
+{download}from safetensors.torch import load_file
 
 weights = {{}}
-for file in Path(snapshot_download("{name}")).glob("*.safetensors"):
+for file in Path({folder}).glob("*.safetensors"):
     weights |= load_file(file)"""
     kind = (config.get("architectures") or ["AutoModel"])[0]
     classes, head, tokenizer = {kind}, "", ""
-    load = f'model = {kind}.from_pretrained("{name}")'
+    load = f"model = {kind}.from_pretrained({source})"
     if (export / "tokenizer_config.json").is_file():
         classes |= {"AutoTokenizer"}
-        tokenizer = f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")'
+        tokenizer = f"\ntokenizer = AutoTokenizer.from_pretrained({source})"
     if adapters:
         classes |= {"AutoConfig"}
         base = _public(adapters.get("base_model_name_or_path")) or "BASE"
         of_base = f', revision="{revision}"' if revision else ""
-        head = "from huggingface_hub import hf_hub_download\nfrom peft import PeftModel\n"
-        load = f"""config = AutoConfig.from_pretrained(hf_hub_download("{name}", "{file.name}"))
+        head = ("from huggingface_hub import hf_hub_download\n" if name else "") + "from peft import PeftModel\n"
+        of_config = f'hf_hub_download({source}, "{file.name}")' if name else f'"EXPORT/{file.name}"'
+        load = f"""config = AutoConfig.from_pretrained({of_config})
 base = {kind}.from_pretrained("{base}"{of_base}, config=config)
-model = PeftModel.from_pretrained(base, "{name}")"""
+model = PeftModel.from_pretrained(base, {source})"""
     return f"{head}from transformers import {', '.join(sorted(classes))}\n\n{load}{tokenizer}"

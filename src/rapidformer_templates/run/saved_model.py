@@ -23,7 +23,7 @@ from rapidformer_templates.system.files import JSON_ERRORS
 if TYPE_CHECKING:
     from rapidformer_templates.data.tasks import Task
 
-OF_THE_SAMPLES = ("task", "problem_type", "seq_length", "text_column", "pair_column", "label_column")
+OF_THE_SAMPLES = ("task", "problem_type", "seq_length", "text_column", "pair_column", "label_column", "tools_column")
 """Fields of a run that also determine how its model reads inputs after training."""
 
 DECISIONS = {"columns": dict, "labels": list, "problem": str, "may_be_null": bool, "longest_target": int}

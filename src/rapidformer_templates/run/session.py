@@ -43,6 +43,7 @@ from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.folder import RunFolder, Summary
 from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.performance import Meter
+from rapidformer_templates.run.push_to_hub import write_card
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.run import Position, Template, begin_run
@@ -329,6 +330,8 @@ class Session:
         """Write a folder that ``from_pretrained`` of transformers can load."""
         self._raise_pending_errors()
         export_model(self._run.engine, tokenizer, Path(folder))
+        if self.workers.is_main:
+            write_card(self._run.config, self._run.plan, Path(folder))
         self.workers.barrier()
 
     def summary(self) -> Summary:

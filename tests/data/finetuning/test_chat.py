@@ -1,7 +1,10 @@
 """Conversations, completions and instructions: the tokens that transformers renders, and loss only on the answers."""
 
 import json
+import platform
+import subprocess
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.collate import IGNORED
+from rapidformer_templates.data.finetuning.chat import ChatExample
 from rapidformer_templates.data.finetuning.chat_samples import NO_END_NOTE, ChatTemplate, encode
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.language_models import CausalLM
@@ -135,7 +139,7 @@ def test_learned_tokens_spell_the_answers(
     tokenizer = AutoTokenizer.from_pretrained(chatml_folder)
     tokenizer.chat_template = source
     template, talk = ChatTemplate(tokenizer), _talk(*contents, system="be good" if system else None)
-    (encoded,) = encode(tokenizer, [template.answers(talk)], special=False)
+    (encoded,) = encode(tokenizer, [template.answers(ChatExample(talk))], special=False)
     end = "<|im_end|>\n" if source else "<|endoftext|>"
     answers = "".join(m["content"] + end for m in talk if m["role"] == "assistant")
     assert encoded.split == 0
@@ -247,11 +251,19 @@ BAD: dict[str, dict[str, Any]] = {
     "a part without a type": _row({**ASKED, "content": ["a"]}),
     "a part without a text": _row(ASKED, {**ANSWERED, "content": [{"type": "text"}]}),
     "an image": _row({**ASKED, "content": [TEXT, IMAGE]}, ANSWERED),
-    "a function call": _row(ASKED, {**ANSWERED, "content": None, "function_call": {"name": "f"}}),
-    "functions": _row(*GOOD, functions=["f"]),
-    "a weight": _row(ASKED, {**ANSWERED, "weight": 0}),
-    "a tool call": _row(*GOOD, {**ANSWERED, "tool_calls": ["f"]}),
-    "tools": _row(*GOOD, tools=["f"]),
+    "a call without a name": _row(*GOOD, {**ANSWERED, "tool_calls": ["f"]}),
+    "arguments that are no JSON": _row(ASKED, {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}),
+    "arguments in a list": _row(ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}),
+    "a ShareGPT call that is a text": {
+        "conversations": [{"from": "human", "value": "hello"}, {"from": "function_call", "value": "f"}]
+    },
+    "a call that the template leaves out": _row(ASKED, {"role": "assistant", "tool_calls": [{"name": "f"}]}),
+    "a thought that the template leaves out": _row(ASKED, {**ANSWERED, "thinking": "hm"}),
+    "tools that the template leaves out": _row(*GOOD, tools=[{"name": "f"}]),
+    "tools without a name": _row(*GOOD, functions=["f"]),
+    "tools beside a text": {"prompt": "a", "completion": "b", "tools": '[{"name": "f"}]'},
+    "a weight": _row(ASKED, {**ANSWERED, "weight": 0.5}),
+    "only answers without a weight": _row(ASKED, {**ANSWERED, "weight": 0}, ASKED, {**ANSWERED, "train": False}),
 }
 
 
@@ -340,7 +352,7 @@ def test_the_templates_for_training(chat: Chat, name: str) -> None:
     task = chat([{"messages": talk} for talk in TALKS], template, seq_length=400)
     tokenizer, rendered = task.tokenizer, ChatTemplate(task.tokenizer)
     for talk in TALKS:
-        found = rendered.answers(talk)
+        found = rendered.answers(ChatExample(talk))
         assert found.text == tokenizer.apply_chat_template(talk, tokenize=False)
         answers = [turn for turn, message in enumerate(talk) if message["role"] == "assistant"]
         for (begin, end), turn in zip(found.answers, answers, strict=True):
@@ -397,9 +409,24 @@ def test_black_box_run(tmp_path: Path, gpt_folder: Path, packed: bool, capsys: p
         total += torch.nn.functional.cross_entropy(logits[wanted], labels[wanted], reduction="sum").item()
         count += int(wanted.sum())
         right += int((logits.argmax(-1) == labels)[wanted].sum())
-    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))["metrics"]
+    described = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
+    summary = described["metrics"]
     assert summary["eval_loss"] == pytest.approx(total / count, rel=1e-4)
     assert summary["token_accuracy"] == pytest.approx(right / count, abs=1.5 / count)
+    # The summary says how the run was started, and the card how to load its model.
+    age = datetime.now().astimezone() - datetime.fromisoformat(described["started"])
+    assert timedelta(seconds=described["wall_seconds"] - 2) < age < timedelta(minutes=5)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    assert (described["git_commit"] or "").removesuffix("-dirty") == head
+    assert described["host"] == platform.node()
+    assert "pytest" in described["command"]
+    card = (tmp_path / "run/export/README.md").read_text(encoding="utf-8")
+    assert f"| eval_loss | {summary['eval_loss']:.4f} |" in card
+    assert "\ndatasets:" not in card  # a folder is no name on the hub
+    assert str(tmp_path) not in card
+    names: dict[str, Any] = {}
+    exec(card.split("```python\n")[1].split("```")[0].replace("EXPORT", str(tmp_path / "run/export")), names)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in names["model"].state_dict().items())
 
 
 SHORT_CHATML = (

@@ -5,6 +5,8 @@ A row is one of these:
 - a list of messages (``messages``, or the older ``conversations``)
 - a prompt with its completion: two texts, which are joined without changes, or two lists of messages
 - an instruction with its input and its answer, which are rendered as a conversation
+
+All but plain text can have tools in a further column.
 """
 
 from __future__ import annotations
@@ -15,17 +17,32 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from rapidformer_templates.data.finetuning.messages import Message, kind_of_value, read_messages
+from rapidformer_templates.data.finetuning.messages import (
+    TOOL_COLUMNS,
+    Message,
+    Tools,
+    kind_of_value,
+    read_messages,
+    read_tools,
+)
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.tasks import CHAT_COLUMNS, PROMPT_COLUMNS, PROMPTS, TEXT_COLUMNS
 
-INSTRUCTION_COLUMNS = (("input", "context"), ("system",))
-"""Columns that belong to an instruction: its input, and a system prompt."""
+INPUT_COLUMNS = ("input", "context")
+"""Usual names of the input of an instruction."""
 
-FLAGS = ("text_column", "label_column")
-"""Flags that name the prompt column and the answer column."""
+FLAGS = ("text_column", "label_column", "tools_column")
+"""Flags that name the prompt column, the answer column and the column of tools."""
+
+EXTRA = {
+    "text": (),
+    "chat": ("system_column", "tools_column"),
+    "prompt": ("tools_column",),
+    "instruction": ("input_column", "system_column", "tools_column"),
+}
+"""The further columns of each kind, as they are stored with a run."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +52,7 @@ class Columns:
     Attributes:
         kind: plain text, conversations, prompts with completions, or instructions with answers.
         names: the only column, or the prompt column and the answer column.
-        extra: the columns of an instruction's input and system prompt. None if there is no such column.
+        extra: the columns of :data:`EXTRA`. A part may lack them. None if there is no such column.
     """
 
     kind: Literal["text", "chat", "prompt", "instruction"]
@@ -54,7 +71,7 @@ class Columns:
 
     def to_state(self) -> dict[str, str | None]:
         """Return the columns as plain values for :func:`known_columns`."""
-        extra = dict(zip(("input_column", "system_column"), self.extra, strict=False))
+        extra = dict(zip(EXTRA[self.kind], self.extra, strict=True))
         return {"kind": self.kind, **dict(zip(FLAGS, self.names, strict=False)), **extra}
 
 
@@ -62,8 +79,8 @@ def known_columns(flags: DataFlags, saved: Mapping[str, Any]) -> Columns | None:
     """Restore columns from :meth:`Columns.to_state`. Returns None if there are none or the flags name other columns."""
     if "kind" not in saved or any(getattr(flags, flag) not in (None, saved.get(flag)) for flag in FLAGS):
         return None
-    extra = (saved["input_column"], saved["system_column"]) if saved["kind"] == "instruction" else ()
-    return Columns(saved["kind"], tuple(saved[flag] for flag in FLAGS if flag in saved), extra)
+    names = tuple(saved[flag] for flag in FLAGS[:2] if flag in saved)
+    return Columns(saved["kind"], names, tuple(saved.get(column) for column in EXTRA[saved["kind"]]))
 
 
 def find_columns(part: DataPart, flags: DataFlags) -> Columns:
@@ -82,14 +99,14 @@ def find_columns(part: DataPart, flags: DataFlags) -> Columns:
         is_text_alone = flags.text_column is None and prompt in columns and is_free
         if (named or is_text_alone) and (flags.label_column or columns.intersection(usual)):
             answer = part.column("label_column", flags.label_column, usual)
-            return prompt_and_answer_columns(part, prompt, answer, begins=flags.streaming)
+            return _columns_of(part, flags, "prompt", prompt, answer)
     if flags.label_column:
         prompt = part.column("text_column", flags.text_column, tuple(PROMPTS))
         answer = part.column("label_column", flags.label_column, ())
-        return prompt_and_answer_columns(part, prompt, answer, begins=flags.streaming)
+        return _columns_of(part, flags, "prompt", prompt, answer)
     name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *TEXT_COLUMNS))
     is_chat = name in CHAT_COLUMNS or _holds_lists(part, name)
-    return Columns("chat" if is_chat else "text", (name,))
+    return _columns_of(part, flags, "chat" if is_chat else "text", name)
 
 
 def _holds_lists(part: DataPart, column: str) -> bool:
@@ -97,20 +114,36 @@ def _holds_lists(part: DataPart, column: str) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def prompt_and_answer_columns(part: DataPart, prompt: str, answer: str | None, *, begins: bool = False) -> Columns:
-    """Return the columns for prompts or instructions.
+def _columns_of(part: DataPart, flags: DataFlags, kind: Literal["text", "chat", "prompt"], *names: str) -> Columns:
+    """Return columns of these names with the further ones of their kind. Other parts may have tools if this has none.
+
+    Raises:
+        DataError: the flag names a column of tools that does not exist.
+    """
+    if flags.tools_column and not flags.streaming:
+        part.column("tools_column", flags.tools_column, ())
+    usual = dict(zip(EXTRA["instruction"], beside_instruction(part, names, begins=flags.streaming), strict=False))
+    existing = part.table.column_names
+    usual["tools_column"] = flags.tools_column or next((name for name in TOOL_COLUMNS if name in existing), "tools")
+    of = "instruction" if kind == "prompt" and names[0] == "instruction" else kind
+    return Columns(of, names, tuple(usual[column] for column in EXTRA[of]))
+
+
+def beside_instruction(
+    part: DataPart, used: tuple[str | None, ...], *, begins: bool = False
+) -> tuple[str | None, str | None]:
+    """Return the columns of the input and of the system prompt of an instruction. None if there is no such column.
 
     Args:
-        answer: None if there are no answers yet.
+        used: other columns.
         begins: the part is the beginning of a stream, and later rows may have columns that are missing here.
     """
-    if prompt != "instruction":
-        return Columns("prompt", (prompt, answer) if answer else (prompt,))
-    columns = [name for name in part.table.column_names if name != answer]
-    extra = tuple(
-        next((name for name in usual if name in columns), usual[0] if begins else None) for usual in INSTRUCTION_COLUMNS
+    columns = [name for name in part.table.column_names if name not in used]
+    given, system = (
+        next((name for name in usual if name in columns), usual[0] if begins else None)
+        for usual in (INPUT_COLUMNS, ("system",))
     )
-    return Columns("instruction", (prompt, answer) if answer else (prompt,), extra)
+    return given, system
 
 
 def find_prompt_columns(part: DataPart, flags: DataFlags, saved: Mapping[str, Any]) -> Columns:
@@ -131,39 +164,42 @@ def find_prompt_columns(part: DataPart, flags: DataFlags, saved: Mapping[str, An
         flags = replace(flags, text_column=saved["text_column"])
     name = part.column("text_column", flags.text_column, PROMPT_COLUMNS)
     if name in PROMPTS:
-        return prompt_and_answer_columns(part, name, None)
-    return Columns("chat" if _holds_lists(part, name) or name in CHAT_COLUMNS else "text", (name,))
+        return _columns_of(part, flags, "prompt", name)
+    return _columns_of(part, flags, "chat" if _holds_lists(part, name) or name in CHAT_COLUMNS else "text", name)
 
 
-def read_prompt(columns: Columns, fields: tuple[object, ...]) -> str | list[Message]:
+def read_prompt(columns: Columns, fields: tuple[object, ...]) -> str | ChatExample:
     """Return a text to continue, or the messages to answer. An answer at the end of the messages is removed.
 
     Raises:
         DataError: the row cannot be used. The caller adds its location.
     """
+    value, tools = fields[0], read_tools(fields[-1]) if columns.kind != "text" else None
     if columns.kind == "instruction":
-        instruction, input_text, system = fields
-        return [*_system_prompt(system), {"role": "user", "content": instruction_text(instruction, input_text)}]
-    (value,) = fields
+        _, input_text, system, _ = fields
+        user: Message = {"role": "user", "content": instruction_text(value, input_text)}
+        return ChatExample([*_system_prompt(system), user], tools=tools)
     if isinstance(value, str) or (columns.kind == "text" and not isinstance(value, list)):
         text = _text(value, columns.names[0])
         if not text.strip():
             raise DataError(f"the {columns.names[0]} is empty")
+        _refuse_tools_of_text(tools)
         return text
     messages = read_messages(value, columns.names[0])
     if messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise DataError("there is no message to answer")
-    return messages
+    return ChatExample(_with_system(messages, fields[1] if columns.kind == "chat" else None), tools=tools)
 
 
 @dataclass(frozen=True)
 class ChatExample:
-    """Messages. The first ``prompt_length`` of them are a prompt and are not learned."""
+    """Messages and tools. The first ``prompt_length`` messages are a prompt and are not learned."""
 
     messages: list[Message]
     prompt_length: int = 0
+    tools: Tools | None = None
 
     @property
     def prompt(self) -> list[Message]:
@@ -185,41 +221,37 @@ def rows_of(part: DataPart, columns: Columns) -> Iterator[tuple[object, ...]]:
     """Yield the values of ``columns`` for each row, as :func:`read_example` takes them.
 
     Raises:
-        DataError: a row describes tools or earlier turns.
+        DataError: a row describes earlier turns.
     """
-    for column in ("tools", "functions"):
-        _refuse(part, column, "tools are not supported in this version", "if the conversations use none")
-    if columns.kind == "instruction":
-        hint = "if the model should not learn from them; conversations belong in messages"
-        _refuse(part, "history", "earlier turns in 'history' are not supported in this version", hint)
     existing = part.table.column_names
+    if columns.kind == "instruction" and "history" in existing:
+        row = next((row for row, value in enumerate(part.table["history"][:]) if value), None)
+        if row is not None:
+            hint = "remove the column 'history', if the model should not learn from them"
+            hint += "; conversations belong in messages"
+            message = "earlier turns in 'history' are not supported in this version"
+            raise DataError(message, where=part.where(row), hint=hint)
     names = [name if name in existing else None for name in (*columns.names, *columns.extra)]
     yield from zip(*(part.table[name][:] if name else [None] * len(part) for name in names), strict=True)
 
 
-def _refuse(part: DataPart, column: str, message: str, unless: str) -> None:
-    if column in part.table.column_names:
-        row = next((row for row, value in enumerate(part.table[column][:]) if value), None)
-        if row is not None:
-            raise DataError(message, where=part.where(row), hint=f"remove the column '{column}', {unless}")
-
-
-def read_example(fields: tuple[object, ...]) -> Example:
-    """Return the conversation (one field), prompt and completion (two), or instruction (four) of a row.
+def read_example(columns: Columns, fields: tuple[object, ...]) -> Example:
+    """Return the conversation, prompt and completion, or instruction of a row of :func:`rows_of`.
 
     Raises:
         DataError: the row cannot be used. The caller adds its location.
     """
-    if len(fields) == 1:
-        return ChatExample(read_messages(fields[0], "conversation"))
-    if len(fields) == 2:
+    if columns.kind == "chat":
+        messages, system, tools = fields
+        return ChatExample(_with_system(read_messages(messages, "conversation"), system), tools=read_tools(tools))
+    if columns.kind == "prompt":
         return read_completion(*fields)
-    instruction, answer, input_text, system = fields
+    instruction, answer, input_text, system, tools = fields
     user: Message = {"role": "user", "content": instruction_text(instruction, input_text)}
     if not _text(answer, "answer").strip():
         raise DataError("the answer is empty")
     prompt = [*_system_prompt(system), user]
-    return ChatExample([*prompt, {"role": "assistant", "content": answer}], prompt_length=len(prompt))
+    return ChatExample([*prompt, {"role": "assistant", "content": answer}], len(prompt), read_tools(tools))
 
 
 def instruction_text(instruction: object, input_text: object) -> str:
@@ -239,13 +271,18 @@ def _system_prompt(system: object) -> list[Message]:
     return [{"role": "system", "content": system}] if _text(system or "", "system prompt").strip() else []
 
 
+def _with_system(messages: list[Message], system: object) -> list[Message]:
+    """Return messages with a system prompt from another column, unless they begin with one."""
+    return messages if messages[0]["role"] in ("system", "developer") else [*_system_prompt(system), *messages]
+
+
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"the {what} is {kind_of_value(value)}")
     return value
 
 
-def read_completion(prompt: object, completion: object) -> Example:
+def read_completion(prompt: object, completion: object, tools: object = None) -> Example:
     """Return a prompt and its completion. Both are texts, or both are lists of messages.
 
     Raises:
@@ -254,12 +291,20 @@ def read_completion(prompt: object, completion: object) -> Example:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise DataError("the completion is empty")
+        _refuse_tools_of_text(read_tools(tools))
         return Completion(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         asked = read_messages(prompt, "prompt") if prompt else []
-        return ChatExample([*asked, *read_messages(completion, "completion")], prompt_length=len(asked))
+        return ChatExample([*asked, *read_messages(completion, "completion")], len(asked), read_tools(tools))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, (str, list)):
             raise DataError(f"the {name} is {kind_of_value(value)}", hint="write a text or a list of messages")
     message = f"the prompt is {kind_of_value(prompt)} and the completion is {kind_of_value(completion)}"
     raise DataError(message, hint="write both as texts, or both as lists of messages")
+
+
+def _refuse_tools_of_text(tools: Tools | None) -> None:
+    """Refuse tools beside a text, which is used as it is."""
+    if tools:
+        hint = "write the prompt as a list of messages, or remove the tools"
+        raise DataError("there are tools, but the prompt is a text, which no chat template renders", hint=hint)

@@ -9,10 +9,11 @@ end marker.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import jinja2
@@ -21,8 +22,15 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rapidformer_templates.data.collate import IGNORED, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.chat import Columns, Completion, Example, read_example, rows_of
-from rapidformer_templates.data.finetuning.messages import Message, common_length
+from rapidformer_templates.data.finetuning.chat import (
+    ChatExample,
+    Columns,
+    Completion,
+    Example,
+    read_example,
+    rows_of,
+)
+from rapidformer_templates.data.finetuning.messages import Message, common_length, is_learned
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError, counted
@@ -53,6 +61,8 @@ NO_END_NOTE = (
 )
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PLACES = {"tools": {"tools"}, "calls": {"tool_calls"}, "reasoning": {"reasoning_content", "thinking"}}
+"""The names by which a template reads what it would otherwise leave out without a word."""
 
 
 @dataclass(frozen=True)
@@ -86,49 +96,92 @@ class ChatTemplate:
             starts = tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
             tokenizer.chat_template = ("{{ bos_token }}" if starts else "") + PLAIN_TEMPLATE
         try:
-            self._source = tokenizer.get_chat_template()
+            self._sources = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])
         except ValueError as error:
             hint = "keep one of its templates, under the name default"
             raise DataError("the tokenizer has no default chat template", where="chat template", hint=hint) from error
         self.notes = [PLAIN_NOTE] if self.is_plain else []
-        if "strftime_now" in self._source:
+        if "strftime_now" in "".join(self._sources):
             self.notes.append(DATE_NOTE)
         self._tokens = tokenizer.special_tokens_map
-        self._is_marked = MARKED.search(self._source) is not None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Render messages as text. ``add_generation_prompt`` adds the generation prompt."""
-        return self._render(messages, add_generation_prompt=add_generation_prompt)[0]
+    def render(self, example: ChatExample, *, add_generation_prompt: bool = False) -> str:
+        """Render messages and tools as text. ``add_generation_prompt`` adds the generation prompt."""
+        return self._render(example, add_generation_prompt=add_generation_prompt)[0]
+
+    def _source(self, example: ChatExample) -> str:
+        """Return the template for a conversation. Some tokenizers have another one for tools."""
+        return self._sources[bool(example.tools)]
 
     def _render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, marks: bool = False
+        self, example: ChatExample, *, add_generation_prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
+        source, messages = self._source(example), example.messages
+        has_calls = any("tool_calls" in message for message in messages)
+        for conversation in (messages, _with_texts_of_calls(messages))[: 1 + has_calls]:
+            try:
+                _refuse_left_out(example, source)
+                texts, spans = self._apply(
+                    conversations=[list(conversation)],
+                    tools=example.tools,
+                    chat_template=source,
+                    add_generation_prompt=add_generation_prompt,
+                    return_assistant_tokens_mask=marks,
+                    **self._tokens,
+                )
+                return texts[0], spans[0] if marks else []
+            except (jinja2.TemplateError, TypeError) as error:
+                rejected = DataError(f"the chat template rejects the conversation: {error}")
+        raise rejected
+
+    def check_calls(self, example: ChatExample, text: str) -> None:
+        """Check that the text of a conversation has all calls, and what is said with them. Some templates write one.
+
+        Raises:
+            DataError: the text is the same without a call, or without the content beside it.
+        """
+        for i, message in enumerate(example.messages):
+            calls: Any = message.get("tool_calls", [])
+            content = message.get("content")
+            if len(calls) + bool(content) < 2 or not calls:
+                continue  # a message that is only a call cannot lose it
+            bare = {key: value for key, value in message.items() if key != "tool_calls"}
+            without = {"a call": bare | ({"tool_calls": calls[:-1]} if len(calls) > 1 else {})}
+            if content:
+                without["the content beside a call"] = {key: message[key] for key in message if key != "content"}
+            for what, other in without.items():
+                messages = [*example.messages[:i], other, *example.messages[i + 1 :]]
+                if self._renders_as(replace(example, messages=messages), text):
+                    hint = "write it as a message of its own, or use another template"
+                    raise DataError(f"the chat template leaves out {what} in message {i + 1}", hint=hint)
+
+    def _renders_as(self, example: ChatExample, text: str) -> bool:
         try:
-            texts, spans = self._apply(
-                conversations=[list(messages)],
-                chat_template=self._source,
-                add_generation_prompt=add_generation_prompt,
-                return_assistant_tokens_mask=marks,
-                **self._tokens,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise DataError(f"the chat template rejects the conversation: {error}") from error
-        return texts[0], spans[0] if marks else []
+            return self.render(example) == text
+        except DataError:  # the template needs what is not there
+            return False
 
     _apply: Any = staticmethod(render_jinja_template)  # its annotations do not show what it returns
 
-    def answers(self, messages: Sequence[Message], prompt_length: int = 0) -> Rendered:
-        """Render the conversation and find its answers. Answers in the first ``prompt_length`` messages do not count.
+    def answers(self, example: ChatExample, *, last: bool = False) -> Rendered:
+        """Render the conversation and find the answers that are learned.
+
+        Args:
+            last: only the last of them is.
 
         Raises:
-            DataError: there is no answer, or the template does not show where an answer begins.
+            DataError: there is no such answer, or the template does not show where an answer begins.
         """
+        messages = example.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        learned = [i for i in turns if i >= prompt_length]
+        asked = [i for i in turns if i >= example.prompt_length]
+        learned = [i for i in asked if is_learned(messages[i])]
         if not learned:
-            raise DataError("the conversation has no answer: no message is the assistant's")
-        if self._is_marked:
-            text, pieces = self._render(messages, marks=True)
+            why = " to learn: weight and train leave out all of them" if asked else ": no message is the assistant's"
+            raise DataError(f"the conversation has no answer{why}")
+        learned = learned[-1:] if last else learned
+        if MARKED.search(self._source(example)):
+            text, pieces = self._render(example, marks=True)
             marked = pieces[:1]
             for begin, end in pieces[1:]:
                 if begin == marked[-1][1]:  # one answer in several pieces, such as a text and its end marker
@@ -137,14 +190,18 @@ class ChatTemplate:
                     marked.append((begin, end))
             if len(marked) != len(turns):
                 raise DataError(f"the chat template marks {len(marked)} answers of {len(turns)}")
-            return Rendered(text, marked[len(turns) - len(learned) :])
-        text = self.render(messages)
-        return Rendered(text, [self._answer(messages, turn, text) for turn in learned])
+            return Rendered(text, [span for turn, span in zip(turns, marked, strict=True) if turn in learned])
+        text = self.render(example)
+        return Rendered(text, [self._answer(example, turn, text) for turn in learned])
 
-    def _answer(self, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
+    def _answer(self, example: ChatExample, turn: int, text: str) -> tuple[int, int]:
+        def render(count: int, *, add_generation_prompt: bool = False) -> str:
+            beginning = replace(example, messages=example.messages[:count])
+            return self.render(beginning, add_generation_prompt=add_generation_prompt)
+
         # The first message has no prompt. If it is an answer, its header is learned, too.
-        prompt = self.render(messages[:turn], add_generation_prompt=True) if turn else ""
-        through = text if turn == len(messages) - 1 else self.render(messages[: turn + 1])
+        prompt = render(turn, add_generation_prompt=True) if turn else ""
+        through = text if turn == len(example.messages) - 1 else render(turn + 1)
         if text.startswith(through) and through.startswith(prompt) and len(prompt) < len(through):
             return len(prompt), len(through)
         common = common_length(prompt, through)
@@ -156,6 +213,41 @@ class ChatTemplate:
                 "so that it is unknown where the answer begins"
             )
         raise DataError(f"the chat template {what}", hint=TRAINING_HINT)
+
+
+def _refuse_left_out(example: ChatExample, template: str) -> None:
+    """Refuse a conversation with something that a template does not read.
+
+    Raises:
+        DataError: the template would leave it out.
+    """
+    keys = {key for message in example.messages for key in message} | ({"tools"} if example.tools else set())
+    for what, names in PLACES.items():
+        if names & keys and not names & _names_in(template):
+            hint = f"use the template of a model that has them, or remove the {what} from the row"
+            raise DataError(f"the chat template would leave out the {what}", hint=hint)
+
+
+@cache
+def _names_in(template: str) -> set[str]:
+    """Return the names and the plain texts in the code of a template, without its comments."""
+    tokens = jinja2.Environment().lex(template)
+    return {text.strip("'\"") for _, kind, text in tokens if kind in ("name", "string")}
+
+
+def _with_texts_of_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return messages for a template that joins arguments as texts, or the content of a call, which may have none."""
+
+    def as_text(call: Any) -> dict[str, object]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {"content": "", **message, "tool_calls": [as_text(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
 
 
 @dataclass(frozen=True)
@@ -228,6 +320,7 @@ class ChatReader:
         bad: receives rows that cannot be used. The caller raises an error about them.
         notes: remarks about the data for the user.
         learns_to_stop: the model will write answers, so that they need an end.
+        last_only: only the last answer of a conversation is learned.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -237,6 +330,7 @@ class ChatReader:
     bad: BadLines = field(default_factory=BadLines)
     notes: list[str] = field(default_factory=list)
     learns_to_stop: bool = True
+    last_only: bool = False
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -265,7 +359,7 @@ class ChatReader:
 
     def rendered(self, part: DataPart, columns: Columns) -> list[Rendered]:
         """Return the text of each row that can be used."""
-        return self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(fields)))
+        return self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(columns, fields)))
 
     def read(self, part: DataPart, rows: Iterable[Fields], read_row: Callable[[Fields], T]) -> list[T]:
         """Apply a function to each row. Rows that cannot be used are left out and noted in ``bad``.
@@ -315,13 +409,15 @@ class ChatReader:
         if isinstance(example, Completion):
             text = example.prompt + example.completion
             return Rendered(text, [(len(example.prompt), len(text))], bare=True)
-        if self.answers_only:
-            return self._template.answers(example.messages, example.prompt_length)
-        return Rendered(self._template.render(example.messages))
+        template = self._template
+        answers = template.answers(example, last=self.last_only) if self.answers_only else None
+        rendered = answers or Rendered(template.render(example))
+        template.check_calls(example, rendered.text)
+        return rendered
 
-    def question(self, messages: Sequence[Message]) -> str:
+    def question(self, example: ChatExample) -> str:
         """Return the text of a conversation up to the answer that it asks for."""
-        return self._template.render(messages, add_generation_prompt=True)
+        return self._template.render(example, add_generation_prompt=True)
 
     def _add_notes(self, name: str, part: DataPart, chats: Sequence[EncodedChat], usable: int) -> None:
         count, length, unused = len(chats), self.seq_length, len(chats) - usable

@@ -76,7 +76,7 @@ def check_training_columns(flags: DataFlags) -> None:
     Raises:
         DataError: a column is missing.
     """
-    values = {flag: getattr(flags, flag) for flag in ("text_column", "pair_column", "label_column")}
+    values = {flag: getattr(flags, flag) for flag in ("text_column", "pair_column", "label_column", "tools_column")}
     named = {flag: value for flag, value in values.items() if value is not None}
     for one in flags_of_sets(flags) if named else ():
         located = locate(one)

@@ -5,6 +5,8 @@ A row has one of these forms:
 - a prompt with a ``chosen`` and a ``rejected`` answer, all texts or all lists of messages
 - two whole conversations ``chosen`` and ``rejected``, whose common beginning is the prompt
 - for answers with their own label: a prompt with a ``completion`` and a ``label`` that is true or false
+
+Answers of messages can have tools in a further column.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from rapidformer_templates.data.collate import IGNORED, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import ChatExample, Completion, Example, read_completion
 from rapidformer_templates.data.finetuning.chat_samples import ChatReader, EncodedChat, Rendered
 from rapidformer_templates.data.finetuning.labels import label_text
-from rapidformer_templates.data.finetuning.messages import common_length, read_messages
+from rapidformer_templates.data.finetuning.messages import TOOL_COLUMNS, common_length, read_messages, read_tools
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.types import Sample
 from rapidformer_templates.errors import DataError
@@ -45,20 +48,39 @@ LabelledAnswer = tuple[Answer, bool]
 """An answer, and whether it is good."""
 
 
-def pairs_of(part: DataPart, prompt: str | None, reader: ChatReader) -> list[tuple[Answer, Answer]]:
-    """Return the chosen and the rejected answer of each row, each with the prompt.
+class PromptColumns(NamedTuple):
+    """The columns beside the answers.
 
-    Args:
-        prompt: the prompt column. None if the answers contain the prompt.
+    Attributes:
+        prompt: None if the answers contain the prompt.
+        tools: None if there are no tools.
+    """
+
+    prompt: str | None
+    tools: str | None
+
+    @classmethod
+    def of(cls, part: DataPart, prompt: str | None, tools: str | None) -> PromptColumns:
+        """Return the columns with the one that holds tools: the given one, which must exist, or one of a usual name."""
+        existing = part.table.column_names
+        usual = next((name for name in TOOL_COLUMNS if name in existing), None)
+        return cls(prompt, part.column("tools_column", tools, ()) if tools else usual)
+
+    def values(self, part: DataPart) -> list[Iterable[object]]:
+        """Return the prompts and the tools of all rows. Each is None if there is no such column."""
+        return [part.table[name][:] if name else repeat(None, len(part)) for name in self]
+
+
+def pairs_of(part: DataPart, columns: PromptColumns, reader: ChatReader) -> list[tuple[Answer, Answer]]:
+    """Return the chosen and the rejected answer of each row, each with the prompt.
 
     Raises:
         DataError: a column is missing, or a row cannot be used.
     """
     names = [_column(part, name) for name in ("chosen", "rejected")]
-    prompts: Iterable[object] = part.table[prompt][:] if prompt else repeat(None, len(part))
-    rows = zip(prompts, *(part.table[name][:] for name in names), strict=True)
+    rows = zip(*columns.values(part), *(part.table[name][:] for name in names), strict=True)
 
-    def read_pair(fields: tuple[object, object, object]) -> tuple[Answer, Answer]:
+    def read_pair(fields: tuple[object, object, object, object]) -> tuple[Answer, Answer]:
         chosen, rejected = _read_pair(fields)
         return Answer(chosen, reader.render(chosen)), Answer(rejected, reader.render(rejected))
 
@@ -70,31 +92,28 @@ def has_pairs(part: DataPart) -> bool:
     return {"chosen", "rejected"} <= set(part.table.column_names)
 
 
-def labelled_answers_of(part: DataPart, prompt: str | None, reader: ChatReader) -> list[LabelledAnswer]:
+def labelled_answers_of(part: DataPart, columns: PromptColumns, reader: ChatReader) -> list[LabelledAnswer]:
     """Return answers with their labels. Pairs give all chosen answers first, then all rejected ones.
-
-    Args:
-        prompt: the prompt column. None if pairs contain the prompt.
 
     Raises:
         DataError: a column is missing, or a row cannot be used.
     """
     if has_pairs(part):
-        pairs = pairs_of(part, prompt, reader)
+        pairs = pairs_of(part, columns, reader)
         return [(chosen, True) for chosen, _ in pairs] + [(rejected, False) for _, rejected in pairs]
-    prompt = prompt or part.column("text_column", None, (PROMPT,))
-    names = [prompt, *(_column(part, name) for name in ("completion", "label"))]
+    columns = columns._replace(prompt=columns.prompt or part.column("text_column", None, (PROMPT,)))
+    answers = (part.table[_column(part, name)][:] for name in ("completion", "label"))
 
-    def read_answer(fields: tuple[object, object, object]) -> LabelledAnswer:
-        prompt_text, completion, label = fields
+    def read_answer(fields: tuple[object, object, object, object]) -> LabelledAnswer:
+        prompt_text, tools, completion, label = fields
         is_good = GOOD.get((label_text(label) or "").lower())
         if is_good is None:
             hint = "write true for an answer that is wanted, and false for others"
             raise DataError(f"the label is {label!r}", hint=hint)
-        example = read_completion(prompt_text, completion)
+        example = read_completion(prompt_text, completion, tools)
         return Answer(example, reader.render(example)), is_good
 
-    return reader.read(part, zip(*(part.table[name][:] for name in names), strict=True), read_answer)
+    return reader.read(part, zip(*columns.values(part), *answers, strict=True), read_answer)
 
 
 def _column(part: DataPart, name: str) -> str:
@@ -109,21 +128,23 @@ def _column(part: DataPart, name: str) -> str:
     return name
 
 
-def _read_pair(fields: tuple[object, object, object]) -> tuple[Example, Example]:
+def _read_pair(fields: tuple[object, object, object, object]) -> tuple[Example, Example]:
     """Return the chosen and the rejected answer of a row. Their common beginning is the prompt if there is no other."""
-    prompt, chosen, rejected = fields
+    prompt, tools, chosen, rejected = fields
     pair: tuple[Example, Example]
     if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
         chosen, rejected = read_messages(chosen, "chosen"), read_messages(rejected, "rejected")
         common = common_length(chosen, rejected)
-        pair = ChatExample(chosen, common), ChatExample(rejected, common)
+        schemas = read_tools(tools)
+        pair = ChatExample(chosen, common, schemas), ChatExample(rejected, common, schemas)
         if not common:
             raise DataError("the chosen and the rejected conversation do not begin with the same message")
     elif isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
         common = common_length(chosen, rejected)
-        pair = read_completion(chosen[:common], chosen[common:]), read_completion(rejected[:common], rejected[common:])
+        texts = [(text[:common], text[common:], tools) for text in (chosen, rejected)]
+        pair = read_completion(*texts[0]), read_completion(*texts[1])
     else:
-        pair = read_completion(prompt, chosen), read_completion(prompt, rejected)
+        pair = read_completion(prompt, chosen, tools), read_completion(prompt, rejected, tools)
     if chosen == rejected:
         raise DataError("the chosen and the rejected answer are the same")
     return pair
@@ -162,7 +183,7 @@ def labelled_samples(name: str, answers: Sequence[LabelledAnswer], reader: ChatR
         DataError: no sample has a token of both answers within the length.
     """
     all_examples = [answer.example for answer, _ in answers]
-    prompts = [json.dumps(example.prompt) for example in all_examples]
+    prompts = [json.dumps([e.prompt, e.tools if isinstance(e, ChatExample) else None]) for e in all_examples]
     if len(set(prompts)) == 1:
         reader.notes.append(f"{name}: all answers are to one prompt, so KTO measures drift on other answers to it")
     others: list[int] = []

@@ -204,8 +204,15 @@ class CausalLM(ContinuesTexts):
         reader.encoded(reader.rendered(first, columns))
 
     def _reader(self, columns: chat.Columns, bad: BadLines, *, whole: bool, notes: list[str]) -> ChatReader:
-        learns_answers = self._learns_answers(columns)
-        return ChatReader(self.tokenizer, self.seq_length, learns_answers, whole=whole, bad=bad, notes=notes)
+        return ChatReader(
+            self.tokenizer,
+            self.seq_length,
+            self._learns_answers(columns),
+            whole=whole,
+            bad=bad,
+            notes=notes,
+            last_only=self.config.data.loss_on == "last",
+        )
 
     def _columns(self, part: DataPart) -> chat.Columns:
         columns = chat.known_columns(self.config.data, self.columns or {}) or chat.find_columns(part, self.config.data)
@@ -222,7 +229,7 @@ class CausalLM(ContinuesTexts):
 
     def _samples(self, name: str, part: DataPart, columns: chat.Columns, block: Block | None) -> TokenizedSamples:
         if columns.kind == "text":
-            if self.config.data.loss_on == "answers":
+            if self.config.data.loss_on in ("answers", "last"):
                 hint = "plain text has no answers: give messages, or prompt and completion; or leave it out"
                 raise DataError(f"the column '{columns.names[0]}' holds plain text", where="--loss-on", hint=hint)
             return self._of_texts(name, part, base.texts_of(part, columns.names[0]), block)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rapidformer_templates.data.collate import IGNORED, PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.chat import prompt_and_answer_columns
+from rapidformer_templates.data.finetuning.chat import beside_instruction
 from rapidformer_templates.data.finetuning.chat_samples import drop_repeated
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate
@@ -50,7 +50,8 @@ class Seq2SeqLM(base.Task):
         known = self.columns or {}
         if "beside" in known and source == known["text_column"]:
             return source, target, known["beside"]
-        extra = prompt_and_answer_columns(part, source, target, begins=self.config.data.streaming).extra
+        is_instruction, begins = source == "instruction", self.config.data.streaming
+        extra = beside_instruction(part, (source, target), begins=begins) if is_instruction else ()
         self.remember({"beside": extra})
         return source, target, extra
 
