@@ -15,6 +15,7 @@ QUESTIONS = {
     "partitioning": ("tables", "costs and savings of each way to divide the model's state"),
     "mixed-precision": ("tables", "BERT in fp32 and in a 16-bit type"),
     "parallel": ("tables", "tensor and pipeline parallel layouts of a GPT"),
+    "two-levels": ("tables", "FSDP inside tensor-parallel groups, compared with torch's recipe"),
     "graph": ("tables", "ONNX Runtime and inductor, compared with eager"),
     "mfu": ("tables", "model FLOPs utilisation, compared with a loop by hand and transformers' Trainer"),
     "overhead": ("overhead", "time that a loop adds to a plain PyTorch loop, in milliseconds per step"),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -89,7 +89,7 @@ class Job:
         """Return a loader of micro batches in the order of this library, for one rank or for all ranks in turn."""
         order = SampleOrder(SAMPLES, self.global_batch, SEED, by_epochs=False)
         samples = [sample for step in range(self.steps) for sample in order.step(step)[0].tolist()]
-        own = samples if rank is None else samples[rank :: self.workers]
+        own = samples if rank is None else samples[rank :: self.copies]
         # On a GPU, two processes copy the samples into pinned memory, as in this library.
         prefetched = {"num_workers": 0 if self.device == "cpu" else 2, "pin_memory": self.device != "cpu"}
         return DataLoader(Subset(self.samples(), own), self.model.micro_batch, **prefetched)  # type: ignore[arg-type]
@@ -227,6 +227,42 @@ def torch_fully_shard(step_done: StepDone, job: Job) -> Result:
         return memory.result()
 
 
+def torch_two_levels(step_done: StepDone, job: Job) -> Result:
+    """Train with torch's tensor parallelism, and ``fully_shard`` over the copies, as in its tutorials."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    with join(job.device) as workers:
+        memory, tensor = Memory(job), job.workers // job.copies
+        mesh = workers.open_mesh((job.copies, tensor), ("data", "tensor"))
+        model = job.build().to(workers.device)
+        plan: dict[str, Any] = {f"model.layers.*.*.{name}": ColwiseParallel() for name in columns}
+        plan |= {f"model.layers.*.*.{name}": RowwiseParallel() for name in rows}
+        plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh["tensor"], plan)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if job.precision == "bf16" else None)
+        for block in model.get_submodule("model.layers").children():
+            fully_shard(block, mesh=mesh["data"], mp_policy=policy)
+        sharded = fully_shard(model, mesh=mesh["data"], mp_policy=policy)
+        optimizer, scheduler = job.optimizer(model)  # the norms, which are not divided, have a group of their own
+
+        def clip() -> None:
+            of_groups = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
+            norms = [cast(DTensor, nn.utils.get_total_norm(gradients)).full_tensor() for gradients in of_groups]
+            for group in optimizer.param_groups:
+                nn.utils.clip_grads_with_norm_(group["params"], CLIP, torch.stack(norms).norm())
+
+        memory.ready(step_done)
+        _train(
+            step_done, job, model, optimizer, scheduler, device=workers.device, rank=workers.rank // tensor, clip=clip,
+            before_part=sharded.set_requires_gradient_sync,
+        )  # fmt: skip
+        return memory.result()
+
+
 def fabric(step_done: StepDone, job: Job) -> Result:
     """Train with Lightning Fabric on one CPU."""
     from lightning_fabric import Fabric
@@ -353,6 +389,7 @@ LOOPS: dict[str, Callable[..., Result]] = {
     "accelerate DDP": accelerate,
     "accelerate FSDP": partial(accelerate, sharding="fsdp"),
     "torch fully_shard": torch_fully_shard,
+    "torch parallelize_module + fully_shard": torch_two_levels,
     **{f"accelerate ZeRO-{stage}": partial(accelerate, sharding=str(stage)) for stage in (1, 2, 3)},
     HF_TRAINER: hf_trainer,
     f"{HF_TRAINER} compiled": partial(hf_trainer, compiled=True),

@@ -161,6 +161,26 @@ TABLES = {
         workers=_by_scale(4, 4),
         global_batch=_by_scale(4, 4),
     ),
+    "two-levels": Published(
+        "parameters sharded inside tensor-parallel groups",
+        {
+            "tp 2 × shards": Solution(
+                "--tensor-model-parallel-size 2 --use-distributed-optimizer "
+                "--data-parallel-sharding-strategy optim_grads_params",
+                ("torch parallelize_module + fully_shard",),
+                divides=2,
+            ),
+            "tp 2 × optimizer": Solution("--tensor-model-parallel-size 2 --use-distributed-optimizer", divides=2),
+            "tp 2 × copies": Solution("--tensor-model-parallel-size 2", divides=2),
+        },
+        {
+            "tiny": BenchModel("llama", 2, 32, 2, 128, 16),
+            "small": BenchModel("llama", 6, 512, 8, 8_192, 128),
+            "paper": BenchModel("llama", 16, 4096, 32, 32_000, 2048),
+        },
+        workers=_by_scale(4, 8),
+        global_batch=_by_scale(4, 16),
+    ),
     "mixed-precision": Published(
         "fp32 and a 16-bit type",
         {

@@ -49,6 +49,17 @@ def test_a_solution_of_two_workers_is_compared_with_its_peer(
     assert "× accelerate DDP; goal 1.0 ×" in capsys.readouterr().out
 
 
+@pytest.mark.distributed
+def test_shards_inside_tensor_groups_train_like_torchs_recipe(tmp_path: Path) -> None:
+    rows = _measured(tmp_path, "two-levels")
+    ours, torchs, optimizer, copies = rows.values()
+    losses = [row["loss"] for row in (ours, torchs, optimizer, copies)]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+    held = ours["held"][0], copies["held"][0]
+    for kind in ("parameter_bytes", "optimizer_state_bytes"):
+        assert held[0][kind] < 0.55 * held[1][kind]
+
+
 def test_utilisation_is_measured_beside_its_peers(tmp_path: Path) -> None:
     rows = _measured(tmp_path, "mfu --solutions eager")
     assert list(rows) == ["eager", *TABLES["mfu"].solutions["eager"].peers]

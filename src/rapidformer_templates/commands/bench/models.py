@@ -32,7 +32,8 @@ class BenchModel:
     """A model with random weights. It is a :class:`ModelSource` of the planner.
 
     Attributes:
-        kind: ``gpt`` (causal language model), ``bert`` (masked tokens and sentence order) or ``classifier`` (a BERT).
+        kind: ``gpt`` or ``llama`` (causal language models), ``bert`` (masked tokens and sentence order) or
+            ``classifier`` (a BERT).
         vocabulary: number of tokens in the vocabulary, including padding.
         tokens: tokens per sample.
         micro_batch: samples per micro batch.
@@ -59,6 +60,10 @@ class BenchModel:
             dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
             dropouts["loss_type"] = "ForCausalLM"  # otherwise transformers warns that it guesses this
             return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts, use_cache=False))
+        if self.kind == "llama":
+            sizes = {"num_hidden_layers": layers, "hidden_size": self.hidden, "num_attention_heads": self.heads}
+            sizes |= {"intermediate_size": 3 * self.hidden, "vocab_size": self.vocabulary, "use_cache": False}
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=self.tokens))
         kind = transformers.BertForPreTraining if self.kind == "bert" else transformers.BertForSequenceClassification
         sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": 4 * self.hidden}
         sizes |= {"num_hidden_layers": layers, "num_attention_heads": self.heads}
@@ -68,7 +73,8 @@ class BenchModel:
     def sample(self, index: int) -> Tokens:
         """Draw a sample. An index always gives the same one."""
         tokens = torch.randint(self.vocabulary, (self.tokens,), generator=torch.Generator().manual_seed(SEED + index))
-        if self.kind == "gpt":  # nothing predicts the first token, but transformers' Trainer counts its label
+        if self.kind in ("gpt", "llama"):
+            # Nothing predicts the first token, but transformers' Trainer counts its label.
             return {"input_ids": tokens, "labels": torch.where(torch.arange(self.tokens) > 0, tokens, -100)}
         if self.kind == "classifier":
             return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[0] % 2}
