@@ -35,6 +35,7 @@ from rapidformer_templates.trainer import Trainer
 
 TENSOR, STAGES, EXPERTS = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
 FSDP = "--fsdp-memory-optimization"
+SHARDS = "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
 ENGINES = {
     "ddp": "",
     "fsdp": FSDP,
@@ -42,6 +43,8 @@ ENGINES = {
     "tensor": f"{TENSOR} 4",
     "pipeline": f"{STAGES} 4",
     "2x2": f"{TENSOR} 2 {STAGES} 2",
+    "tensor-shards": f"{TENSOR} 2 {SHARDS}",
+    "pipeline-shards": f"{STAGES} 2 {SHARDS}",
     "zero-3": "--zero-3-memory-optimization",
     "experts": f"{EXPERTS} 4",
     "fsdp-int4": f"{FSDP} --lora-rank 8 --quantize-base int4",

@@ -137,12 +137,12 @@ def _parts_of(workers: Workers, shape: tuple[int, ...], *, is_whole: bool) -> in
         if not is_whole:
             construction.divide_all()
         for placement in PLACEMENTS:
-            parts = Parts(placement, workers.world, tuple(range(workers.world)))
+            parts = Parts((placement,), (workers.world,), tuple((rank,) for rank in range(workers.world)))
             part = construction.part_of(module.weight, parts)
             assert part is not None
             assert torch.equal(part, local_values(whole, [placement], [workers.world], [workers.rank])), placement
         row = module.weight[0]
-        assert construction.part_of(row, Parts(Replicate(), 1, (0,) * workers.world)) is None
+        assert construction.part_of(row, Parts((Replicate(),), (1,), ((0,),) * workers.world)) is None
     return construction.gathers
 
 

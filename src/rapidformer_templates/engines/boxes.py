@@ -253,17 +253,22 @@ class Parts:
     """The part of a tensor that each worker gets.
 
     Attributes:
-        placement: how the tensor is divided over ``size`` workers.
-        ranks: the rank among them, for each worker that builds the model. Several workers may get the same part.
+        placements: how the tensor is divided over ``sizes`` workers. Each placement divides a part of the one before.
+        ranks: the ranks among them, for each worker that builds the model. Several workers may get the same part.
     """
 
-    placement: Placement
-    size: int
-    ranks: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
 
     def index(self, shape: tuple[int, ...], worker: int) -> Index:
         """Return the values of a tensor of ``shape`` that a worker gets."""
-        return Index.of_rank(shape, [self.placement], [self.size], [self.ranks[worker]])
+        return Index.of_rank(shape, self.placements, self.sizes, self.ranks[worker])
+
+    def then(self, inner: Parts) -> Parts:
+        """Return the parts of these parts that each worker gets."""
+        ranks = tuple(outer + own for outer, own in zip(self.ranks, inner.ranks, strict=True))
+        return Parts(self.placements + inner.placements, self.sizes + inner.sizes, ranks)
 
 
 class View(NamedTuple):
@@ -295,7 +300,7 @@ def exchanges_of(shape: tuple[int, ...], parts: Parts, count: int, worker: int) 
     """
     total = math.prod(shape)
     own, part = parts.index(shape, worker), torch.empty(parts.index(shape, worker).local, device="meta")
-    sent_to: dict[int, list[View]] = {}  # by the rank of the receiver
+    sent_to: dict[tuple[int, ...], list[View]] = {}  # by the ranks of the receiver
     exchanges = []
     for peer, rank in enumerate(parts.ranks):
         if rank not in sent_to:

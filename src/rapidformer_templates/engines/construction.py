@@ -22,7 +22,6 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Placement
 from torch.nn.parameter import is_lazy
 
 from rapidformer_templates.engines.boxes import PartExchange, Parts, exchanges_of, local_values, starts_in_file
@@ -106,6 +105,7 @@ class ModelUnderConstruction:
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
         self.divisions = self.gathers = 0
         self.is_paused = False
+        self._postponed: dict[torch.Tensor, tuple[torch.Tensor, Parts]] = {}
         self._storages: dict[int, DividedStorage] = {}
         self._whole: dict[int, DividedStorage] = {}  # in the order of their last use
         self._whole_bytes = self._all_bytes = self._added = 0
@@ -263,6 +263,24 @@ class ModelUnderConstruction:
         for storage in self._storages.values():
             storage.share = shares.get(storage.number)  # what is in a file is not read yet
 
+    def postpone(self, stand_in: torch.Tensor, whole: torch.Tensor, parts: Parts) -> None:
+        """Note a tensor without values in place of this worker's part of a whole one, which an engine divides further.
+
+        The whole tensor stays divided over all workers until :func:`take_part` takes a part of the stand-in.
+        """
+        self._postponed[stand_in] = whole, parts
+
+    def is_postponed(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor stands for a part that no worker has taken yet."""
+        return tensor in self._postponed
+
+    def undivided(self, tensor: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, Parts]:
+        """Return the whole tensor and the parts of it, for parts of a stand-in. It is no longer needed then."""
+        if tensor not in self._postponed:
+            return tensor, parts
+        whole, outer = self._postponed.pop(tensor)
+        return whole, outer.then(parts)
+
     def part_of(self, tensor: torch.Tensor, parts: Parts) -> torch.Tensor | None:
         """Return a copy of this worker's part of a tensor, which is not gathered for it. Each worker gets its own part.
 
@@ -276,7 +294,7 @@ class ModelUnderConstruction:
             if storage is None:
                 return None
             if storage.is_whole:
-                return local_values(tensor, [parts.placement], [parts.size], [parts.ranks[self.rank]])
+                return local_values(tensor, parts.placements, parts.sizes, parts.ranks[self.rank])
             shape = tuple(tensor.shape)
             part = torch.empty(parts.index(shape, self.rank).local, dtype=tensor.dtype)
             if storage.source is not None:
@@ -511,32 +529,29 @@ class ModelUnderConstruction:
 
 def take_part(
     tensor: torch.Tensor,
-    placement: Placement,
-    size: int,
-    rank: int,
+    parts: Parts,
+    worker: int,
     *,
     construction: ModelUnderConstruction | None,
-    ranks: Sequence[int],
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> torch.Tensor:
     """Return this worker's part of a tensor on a device. If its group has different values, the first worker's count.
 
     Args:
-        placement: how the tensor is divided over ``size`` workers.
-        rank: the rank of this worker among them.
-        ranks: the same for each worker that builds the model.
+        worker: index of this worker in ``parts``: its rank in the construction, if there is one.
         group: the workers that must have the same values. None for all.
     """
     if construction is not None:
-        part = construction.part_of(tensor, Parts(placement, size, tuple(ranks)))
+        tensor, parts = construction.undivided(tensor, parts)
+        part = construction.part_of(tensor, parts)
         if part is not None:
             return part.to(device)
     is_synchronized = construction is not None and construction.is_synchronized(tensor)
     whole = tensor.detach().to(device)
     if not is_synchronized and dist.is_initialized() and dist.get_world_size(group) > 1:
         broadcast(whole, group=group)
-    return local_values(whole, [placement], [size], [rank])
+    return local_values(whole, parts.placements, parts.sizes, parts.ranks[worker])
 
 
 def _packed(values: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -25,7 +25,8 @@ def setup_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> 
         # Stages, experts and matrices are cut out on the host. FSDP and ZeRO-3 take their part from the shares.
         cut_out = 0 if layout.as_fsdp or layout.partitioning == "zero-3" else owned
         if layout.shards_stages:
-            cut_out = whole // (layout.tensor * layout.pipeline) if layout.tensor > 1 else 0
+            # Divided experts are cut out of whole parts.
+            cut_out = whole // (layout.tensor * layout.pipeline) if layout.tensor > 1 and layout.experts > 1 else 0
         share = max(whole // layout.world, cut_out)
         building = share + max(room_for(whole, layout.world), largest)
     if setting.gpu:

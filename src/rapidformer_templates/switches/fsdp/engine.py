@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.backwards import Derivatives, ForwardSequenceCheck
-from rapidformer_templates.engines.boxes import SHARDS
+from rapidformer_templates.engines.boxes import SHARDS, Parts
 from rapidformer_templates.engines.construction import take_part
 from rapidformer_templates.engines.contract import Engine, Receipt, bytes_by_kind, sum_of_bits
 from rapidformer_templates.engines.local import SingleEngine
@@ -162,16 +162,17 @@ class FSDPEngine(SingleEngine):
 
     def _part_of(self, parameter: nn.Parameter, placement: Placement) -> torch.Tensor:
         """Return this worker's part of a parameter on the device, divided as ``fully_shard`` does it."""
-        ranks = [copy % self.group for copy in range(self.workers.copies)]
+        workers, construction = self.workers, self._construction
+        of_stage = workers.copies * workers.tensor
+        ranks = tuple((worker // workers.tensor % self.group,) for worker in range(of_stage))
+        is_divided = isinstance(parameter, DTensor) and not (construction and construction.is_postponed(parameter))
         return take_part(
-            local_part(parameter),
-            placement,
-            self.group,
-            ranks[self.workers.copy_rank],
-            construction=None if isinstance(parameter, DTensor) else self._construction,
-            ranks=ranks,
-            group=self.workers.copies_group,
-            device=self.workers.device,
+            local_part(parameter) if is_divided else parameter,
+            Parts((placement,), (self.group,), ranks),
+            workers.rank % of_stage,
+            construction=None if is_divided else construction,
+            group=workers.copies_group,
+            device=workers.device,
         )
 
     def _shard_expert_stacks(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:

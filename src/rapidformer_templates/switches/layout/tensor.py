@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.boxes import Parts
 from rapidformer_templates.engines.construction import ModelUnderConstruction, take_part
 from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.engines.shards import as_dtensor
@@ -92,7 +93,10 @@ def divide_matrices(assembly: Assembly, building: Building[object]) -> None:
     head = _install(model, plan, Regions(peers, streams, shards), partial)
     if shards is not None:
         shards.install(model, blocks)
-    _shard_parameters(model, plan, mesh, peers, building.construction)
+    options = building.plan.engine_options
+    # FSDP takes its share of a part. Experts are divided before.
+    postpones = options.shard_over_data == "parameters" and options.experts_over == 1
+    _shard_parameters(model, plan, mesh, peers, building.construction, postpones=postpones)
     assembly.record(TensorParallel(peers, head, shards))
     model.forward = _explain_foreign_parameters(model.forward, type(model).__name__)
 
@@ -195,15 +199,25 @@ def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequ
 
 
 def _shard_parameters(
-    model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peers: Peers, construction: ModelUnderConstruction | None
+    model: nn.Module,
+    plan: TensorPlan,
+    mesh: DeviceMesh,
+    peers: Peers,
+    construction: ModelUnderConstruction | None,
+    *,
+    postpones: bool,
 ) -> None:
-    """Replace all parameters with DTensors. The values come from the first worker."""
+    """Replace all parameters with DTensors. The values come from the first worker.
+
+    Args:
+        postpones: whether an engine takes a share of each part, which has no values until then.
+    """
     sharded: dict[int, nn.Parameter] = {}
     names = {id(p): name for name, p in model.named_parameters()}
-    ranks = [peers.rank]
+    ranks, worker = [(peers.rank,)], 0
     if construction is not None:  # other workers may have replicas of the same parts
-        ranks *= construction.world
-        dist.all_gather_object(ranks, peers.rank, group=construction.group)
+        ranks, worker = ranks * construction.world, construction.rank
+        dist.all_gather_object(ranks, (peers.rank,), group=construction.group)
     for buffer in model.buffers():
         broadcast(buffer, group=peers.group)
     for module in model.modules():
@@ -213,18 +227,19 @@ def _shard_parameters(
             if id(parameter) not in sharded:
                 division = plan.divisions.get(names[id(parameter)])
                 placement = Replicate() if division is None else division.placement
-                part = take_part(
-                    parameter,
-                    placement,
-                    peers.size,
-                    peers.rank,
-                    construction=construction,
-                    ranks=ranks,
-                    group=peers.group,
-                    device=parameter.device,
-                )
+                parts, device = Parts((placement,), (peers.size,), tuple(ranks)), parameter.device
+                waits = postpones and construction is not None and construction.find(parameter) is not None
+                if waits:
+                    shape = parts.index(tuple(parameter.shape), worker).local
+                    part = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                else:
+                    part = take_part(
+                        parameter, parts, worker, construction=construction, group=peers.group, device=device
+                    )
                 shard = as_dtensor(part, mesh, [placement], torch.empty(parameter.shape, device="meta"))
                 sharded[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+                if waits and construction is not None:
+                    construction.postpone(sharded[id(parameter)], parameter, parts)
             module._parameters[key] = sharded[id(parameter)]
         if construction is not None:
             construction.forget_freed()
