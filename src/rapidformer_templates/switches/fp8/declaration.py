@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.planning.checks import Given, clash
+from rapidformer_templates.planning.checks import Given, clash, needs
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
@@ -39,8 +39,8 @@ class Fp8Flags:
 
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = flag(
         None,
-        "matrix products of the blocks in fp8 (torchao): one scale per tensor is fastest, one per row is more accurate, "
-        "weight gradients in bf16 are most accurate",
+        "matrix products of the blocks in fp8 (torchao). One scale per tensor is fastest, one per row is more "
+        "accurate, and weight gradients in bf16 are most accurate",
     )
     fp8_filter: str | None = flag(
         None,
@@ -52,6 +52,11 @@ class Fp8Flags:
         False,
         "round to fp8, but multiply in fp32: for trying fp8 on a device without it",
         only_with=("fp8_recipe", "rowwise"),
+    )
+    fp8_all_gather: bool = flag(
+        False,
+        "FSDP: gather weights in fp8, half the bytes; needs one scale per tensor",
+        only_with=("fp8_recipe", "tensorwise"),
     )
 
 
@@ -138,6 +143,38 @@ def _of_numbers(request: Request) -> list[Finding]:
     return clash(request, "fp8", codes, message="{0} cannot multiply with the codes of {1}")
 
 
+@RULES.add(
+    "RF295",
+    "[torchao]",
+    "--fp8-recipe tensorwise --fp8-emulate --mixed-precision bf16 --context-parallel-size 2 --world-size 2",
+    packages=TORCHAO,
+)
+def _scale_of_a_part(request: Request) -> list[Finding]:
+    """Under context parallelism, fp8 needs a scale per row.
+
+    Why: a scale per tensor comes from all of its tokens, but each worker has only a part of a sequence.
+    """
+    rows = (replace({"fp8_recipe": "rowwise"}),)
+    message = "one scale for all tokens cannot be found by {1}, which divides them"
+    return clash(request, Given("fp8_recipe", ("tensorwise",), instead=rows), "context-parallel", message=message)
+
+
+@RULES.add(
+    "RF296",
+    "[torchao]",
+    "--fp8-recipe rowwise --fp8-emulate --mixed-precision bf16 --fp8-all-gather --world-size 2",
+    packages=TORCHAO,
+)
+def _gathered(request: Request) -> Iterator[Finding]:
+    """--fp8-all-gather needs FSDP and one scale per tensor.
+
+    Why: other engines do not gather weights for a forward; torchao sends rows with the scale of their tensor only.
+    """
+    gather = Given("fp8_all_gather")
+    yield from needs(request, gather, "fsdp", add({"fsdp_memory_optimization": True}))
+    yield from needs(request, gather, Given("fp8_recipe", ("tensorwise",)), replace({"fp8_recipe": "tensorwise"}))
+
+
 def _notes(request: Request) -> Sequence[str]:
     notes = ["fp8: heads, routers, stacks of experts, adapters, and sizes that 16 does not divide stay in bf16"]
     if "torch-compile" not in request.active and not request.config.get("fp8_emulate"):
@@ -150,8 +187,10 @@ def _acted(measured: Measured) -> str | None:
     ran: Counter[str] = Counter()
     for products in measured.all("fp8_products"):
         ran.update(products)
-    recipe = measured.config.get("fp8_recipe")
-    missing = [kind for kind in KINDS if not ran[kind] and not (recipe == GW_HP and kind == "weight_gradient")]
+    in_bf16 = measured.config.get("fp8_recipe") == GW_HP or {"lora", "frozen-parameters"} & set(measured.plan.switches)
+    missing = [kind for kind in KINDS if not ran[kind] and not (in_bf16 and kind == "weight_gradient")]
+    if not missing and measured.config.get("fp8_all_gather") and not any(measured.all("gathered_in_8_bits")):
+        return "weights gathered in fp8 were expected; none were"
     if not missing:
         return None
     found = ", ".join(f"{ran[kind]} {kind}" for kind in KINDS)
@@ -166,7 +205,7 @@ SWITCHES = (
         precedence=Precedence.PRODUCT,
         options=Fp8Flags,
         on={"fp8_recipe": "rowwise", "mixed_precision": "bf16", "fp8_emulate": True},
-        off={"fp8_recipe": None, "fp8_filter": None, "fp8_emulate": False},
+        off={"fp8_recipe": None, "fp8_filter": None, "fp8_emulate": False, "fp8_all_gather": False},
         predicts=Prediction(
             {"time": "products of blocks at the rate of fp8"},
             always(activations="operands of products are predicted in bf16, and the casts to fp8 are not counted"),
@@ -176,7 +215,7 @@ SWITCHES = (
         notes=_notes,
         transform="rapidformer_templates.switches.fp8.transform:multiply_in_fp8",
         receipt_hooks="rapidformer_templates.switches.fp8.transform:Fp8Products",
-        receipt=("fp8_products", "fp8_layers"),
+        receipt=("fp8_products", "fp8_layers", "gathered_in_8_bits"),
         acted=_acted,
         changes_result=True,
         rules=tuple(RULES),

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.config import e4m3_dtype
 from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
+from torchao.float8.float8_utils import amax_to_scale
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
@@ -115,9 +121,31 @@ def multiply_in_fp8(assembly: Assembly, building: Building[Fp8Flags]) -> None:
     for name, layer in layers.items():
         if reasons[name] is None:
             layer.forward = Fp8Product(layer, config, kernels)
+    if options.fp8_all_gather:
+        from rapidformer_templates.switches.fsdp.engine import GatheredInFewerBits
+
+        sender = partial(WeightWithDynamicFloat8CastTensor, linear_mm_config=kernels, dtype=e4m3_dtype)
+        in_fp8 = frozenset(layer for name, layer in layers.items() if reasons[name] is None)
+        assembly.record(GatheredInFewerBits(in_fp8, sender, find_scales))
     assembly.record(Fp8Layers(len(converted), dict(left_out)))
     if building.has_values:
         say(workers, f"note       fp8: {len(converted)} layers multiply in fp8, {left_out.total()} in bf16")
+
+
+@torch.no_grad()
+def find_scales(weights: Sequence[Any]) -> None:
+    """Find the scales of all weights with one exchange. Otherwise, each weight needs one when it is gathered.
+
+    Args:
+        weights: this worker's rows of each weight, as torchao's :class:`WeightWithDynamicFloat8CastTensor`.
+    """
+    if not weights:
+        return
+    largest = torch.stack(torch._foreach_norm([weight._tensor for weight in weights], math.inf))
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    scales = amax_to_scale(largest, e4m3_dtype)
+    for weight, scale in zip(weights, scales, strict=True):
+        weight._precomputed_scale = scale
 
 
 def _reason(name: str, layer: nn.Module, options: Fp8Flags, tensor: int) -> str | None:
