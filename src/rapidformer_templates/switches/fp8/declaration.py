@@ -25,6 +25,7 @@ from rapidformer_templates.planning.switch import (
     replace,
 )
 
+NAME = "fp8-products"
 ADA = (8, 9)
 """The first compute capability with fp8 units."""
 
@@ -75,7 +76,7 @@ def _beside_bf16(request: Request) -> Iterator[Finding]:
         yield Finding(
             "fp8 needs --mixed-precision bf16",
             request.asked("fp8_recipe", "mixed_precision"),
-            ("fp8",),
+            (NAME,),
             (add({"mixed_precision": "bf16"}),),
         )
 
@@ -94,7 +95,7 @@ def _has_units(request: Request) -> Iterator[Finding]:
     yield Finding(
         f"fp8 needs a GPU of compute capability 8.9 or newer; this is {found}",
         request.asked("fp8_recipe"),
-        ("fp8",),
+        (NAME,),
         (add({"fp8_emulate": True}, "the same rounding on any device, slower than bf16"),),
     )
 
@@ -124,7 +125,7 @@ def _in_torch(request: Request) -> list[Finding]:
     Why: torchao keeps a weight from the forward to the backward, while DeepSpeed replaces and frees weights in between;
     an exported graph has no operator for torchao's products.
     """
-    return clash(request, "fp8", lambda switch: switch.needs_package in ("deepspeed", "onnxruntime"))
+    return clash(request, NAME, lambda switch: switch.needs_package in ("deepspeed", "onnxruntime"))
 
 
 @RULES.add(
@@ -140,7 +141,7 @@ def _of_numbers(request: Request) -> list[Finding]:
     """
     half = replace({"quantize_base": "half"}, "16 bits per weight")
     codes = Given("quantize_base", ("int8", "nf4", "int4"), instead=(half,))
-    return clash(request, "fp8", codes, message="{0} cannot multiply with the codes of {1}")
+    return clash(request, NAME, codes, message="{0} cannot multiply with the codes of {1}")
 
 
 @RULES.add(
@@ -176,9 +177,9 @@ def _gathered(request: Request) -> Iterator[Finding]:
 
 
 def _notes(request: Request) -> Sequence[str]:
-    notes = ["fp8: heads, routers, stacks of experts, adapters, and sizes that 16 does not divide stay in bf16"]
+    notes = [f"{NAME}: heads, routers, stacks of experts, adapters, and sizes that 16 does not divide stay in bf16"]
     if "torch-compile" not in request.active and not request.config.get("fp8_emulate"):
-        notes.append("fp8: without --torch-compile, casts are separate kernels, which cost more than fp8 saves")
+        notes.append(f"{NAME}: without --torch-compile, casts are separate kernels, which cost more than fp8 saves")
     return notes
 
 
@@ -199,7 +200,7 @@ def _acted(measured: Measured) -> str | None:
 
 SWITCHES = (
     Switch(
-        name="fp8",
+        name=NAME,
         summary="Matrix products of the blocks in 8-bit floating point (torchao).",
         source="[torchao]",
         precedence=Precedence.PRODUCT,

@@ -16,8 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import e4m3_dtype
@@ -28,7 +27,7 @@ from torchao.float8.float8_utils import amax_to_scale
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from transformers.pytorch_utils import Conv1D
 
-from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.assembly import Assembly, Building, GatheredInFewerBits
 from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import name_without_adapters
@@ -113,23 +112,26 @@ def multiply_in_fp8(assembly: Assembly, building: Building[Fp8Flags]) -> None:
         where = "--fp8-filter" if converted else "--fp8-recipe"
         raise ModelError(lacking, where=where, hint=f"names are {', '.join(layers)}" if converted else hint)
     config = replace(Float8LinearConfig.from_recipe_name(str(options.fp8_recipe)), emulate=options.fp8_emulate)
-    # torchao derives the settings of its kernels, and applies its corrections of torch's compiler.
-    example = convert_to_float8_training(nn.Linear(ALIGNED, ALIGNED, device="meta"), config=config)
-    kernels: LinearMMConfig = example.linear_mm_config
+    kernels, padding = _kernels(config), _kernels(replace(config, pad_inner_dim=True))
     # A weight's gradient is a sum over tokens, whose number may be any.
-    kernels = kernels._replace(grad_weight=kernels.grad_weight._replace(pad_inner_dim=True))
+    kernels = LinearMMConfig(kernels.output, kernels.grad_input, padding.grad_weight)
     for name, layer in layers.items():
         if reasons[name] is None:
             layer.forward = Fp8Product(layer, config, kernels)
     if options.fp8_all_gather:
-        from rapidformer_templates.switches.fsdp.engine import GatheredInFewerBits
-
         sender = partial(WeightWithDynamicFloat8CastTensor, linear_mm_config=kernels, dtype=e4m3_dtype)
         in_fp8 = frozenset(layer for name, layer in layers.items() if reasons[name] is None)
         assembly.record(GatheredInFewerBits(in_fp8, sender, find_scales))
     assembly.record(Fp8Layers(len(converted), dict(left_out)))
     if building.has_values:
         say(workers, f"note       fp8: {len(converted)} layers multiply in fp8, {left_out.total()} in bf16")
+
+
+def _kernels(config: Float8LinearConfig) -> LinearMMConfig:
+    """Let torchao derive the settings of its kernels, and apply its corrections of torch's compiler."""
+    layer: Any = convert_to_float8_training(nn.Linear(ALIGNED, ALIGNED, device="meta"), config=config)
+    settings: LinearMMConfig = layer.linear_mm_config
+    return settings
 
 
 @torch.no_grad()
@@ -183,8 +185,7 @@ class Fp8Products(Receipt):
 
         def counted(operator: object, operands: tuple[Any, Any], options: object = None) -> torch.Tensor:
             one, other = operands
-            runs = not isinstance(one._data, (FakeTensor, FunctionalTensor))
-            if runs or get_proxy_mode() is not None:  # tensors without data only find shapes, unless a graph is made
+            if not is_fake(one) or get_proxy_mode() is not None:  # else the compiler only looks for shapes
                 self._products[ROLES[one._gemm_input_role, other._gemm_input_role]] += 1
             return multiply(operator, operands, options)
 

@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,11 +19,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.assembly import GatheredInFewerBits
 from rapidformer_templates.engines.backwards import Derivatives, ForwardSequenceCheck
 from rapidformer_templates.engines.construction import take_part
 from rapidformer_templates.engines.contract import Engine, Receipt, bytes_by_kind, sum_of_bits
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, as_dtensor, local_part, zero_gradient
+from rapidformer_templates.engines.shards import (
+    COPIES,
+    Shard,
+    ShardKind,
+    StateReader,
+    as_dtensor,
+    local_part,
+    zero_gradient,
+)
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks, is_quantized, note_shape, shape_of
 from rapidformer_templates.planning.plan import Plan, expert_shard_dim, shards_of_experts
@@ -37,22 +45,6 @@ REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 Owners = list[tuple[nn.Module, str]]
 """The modules that have a parameter, with its name in each."""
-
-
-@dataclass(frozen=True)
-class GatheredInFewerBits:
-    """Weights that workers send in another form than the compute type.
-
-    Attributes:
-        layers: the modules whose ``weight`` it is.
-        sender: makes, from a worker's rows of a weight, an object with the methods of torch's extension,
-            ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
-        before_forward: is called with all of these objects before each forward of the model.
-    """
-
-    layers: frozenset[nn.Module]
-    sender: Callable[[torch.Tensor], Any]
-    before_forward: Callable[[Sequence[Any]], None]
 
 
 class FSDPEngine(SingleEngine):
