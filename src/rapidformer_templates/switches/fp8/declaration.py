@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rapidformer_templates.planning.checks import Given, clash, needs
+from rapidformer_templates.planning.environment import DEVICE_KINDS
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
@@ -20,7 +21,6 @@ from rapidformer_templates.planning.switch import (
     RuleList,
     Switch,
     add,
-    always,
     drop,
     replace,
 )
@@ -183,6 +183,13 @@ def _notes(request: Request) -> Sequence[str]:
     return notes
 
 
+def _unknown(request: Request) -> dict[str, str]:
+    kind = DEVICE_KINDS.get(request.environment.device_kind or "")
+    has_rate = kind is not None and kind.fp8_tflops and not request.config.get("fp8_emulate")
+    unknown = {"activations": "casts to fp8 are not counted, and gathered weights are predicted in bf16"}
+    return unknown | ({} if has_rate else {"time": "the rate of fp8 is unknown here; products are predicted in bf16"})
+
+
 def _acted(measured: Measured) -> str | None:
     """Check that each kind of product that the recipe computes in fp8 ran in fp8 on some worker."""
     ran: Counter[str] = Counter()
@@ -207,10 +214,7 @@ SWITCHES = (
         options=Fp8Flags,
         on={"fp8_recipe": "rowwise", "mixed_precision": "bf16", "fp8_emulate": True},
         off={"fp8_recipe": None, "fp8_filter": None, "fp8_emulate": False, "fp8_all_gather": False},
-        predicts=Prediction(
-            {"time": "products of blocks at the rate of fp8"},
-            always(activations="operands of products are predicted in bf16, and the casts to fp8 are not counted"),
-        ),
+        predicts=Prediction({"time": "products of blocks at the rate of fp8, with casts"}, _unknown),
         needs_package="torchao",
         install="pip install 'rapidformer_templates[torchao]'",
         notes=_notes,
