@@ -93,7 +93,8 @@ class Request:
 
     def asked_for(self, *switches: str) -> tuple[str, ...]:
         """Return how the user turned on the named active switches."""
-        return self.asked(*(name for switch in switches for name in self.active[switch].on))
+        names = (name for switch in switches for name in self.active[switch].on)
+        return self.asked(*(n for n in names if self.config.get(n) is not False or self.config.origin(n) != "default"))
 
     def of_family(self, family: str) -> tuple[Switch, ...]:
         """Return the active switches of a family."""
