@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ModelError, SwitchDidNothing
 from rapidformer_templates.system import process_state
 from tests.support.fp8_jobs import PER_BLOCK, Fp8Llama
@@ -328,3 +330,18 @@ def test_a_run_resumes_with_the_switch_and_without_and_exports_its_weights(tmp_p
     for name, weight in exported.named_parameters():
         assert torch.equal(weight, written[name])
     assert any(weight.bfloat16().float().ne(weight).any() for weight in written.values())
+
+
+def test_the_planner_expects_faster_products_and_a_shorter_exchange(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan --auto-strategy --json --task pretraining --model-type llama --num-layers 4 --hidden-size 4096"
+    command += " --num-attention-heads 32 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8 --world-size 8"
+    command += " --device-kind h100-80gb --mixed-precision bf16 --fsdp-memory-optimization --no-search-cache"
+    found = []
+    for words in ("", "--fp8-recipe tensorwise", "--fp8-recipe tensorwise --fp8-all-gather"):
+        assert main([*command.split(), *words.split()]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        layouts = {layout["flags"]: layout["step_seconds"] for layout in plan["layouts"] if layout["tensor"] == 1}
+        found.append(min(layouts.values()))
+    bf16, fp8, gathered = found
+    assert 1.05 < bf16 / fp8 < 2
+    assert gathered < fp8

@@ -41,7 +41,6 @@ ALIGNED = 16
 NOT_DENSE = re.compile(r"(^|\.)(router|gate|gating|lora_\w+)(\.|$)")
 """Names of routers and adapters. Their products are small, and a router's must be accurate."""
 
-
 FILTERED = "--fp8-filter"
 
 
@@ -65,8 +64,8 @@ class Fp8Product:
         device = x.device.type
         kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         matrix = weight.t() if self.is_transposed else weight
-        with torch.autocast(device, enabled=False):  # it would round the operands once more where fp8 is emulated
-            return matmul_with_hp_or_float8_args.apply(x.to(kind), matrix, self.kernels, self.config)
+        result: torch.Tensor = matmul_with_hp_or_float8_args.apply(x.to(kind), matrix, self.kernels, self.config)
+        return result
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         result, bias = self.multiply(x, self.module.weight), self.module.bias
@@ -152,14 +151,14 @@ def find_scales(weights: Sequence[Any]) -> None:
 
 def _reason(name: str, layer: nn.Module, options: Fp8Flags, tensor: int) -> str | None:
     """Return why a layer stays in bf16, or None."""
+    if options.fp8_filter and re.search(options.fp8_filter, name_without_adapters(name)):
+        return FILTERED
     if NOT_DENSE.search(name):
         return "a router or an adapter"
     weight: Any = layer.weight
     if any(size % (ALIGNED * tensor) for size in weight.shape):
         parts = f" in {tensor} parts" if tensor > 1 else ""
         return f"{' × '.join(map(str, weight.shape))}{parts} is not in multiples of {ALIGNED}"
-    if options.fp8_filter and re.search(options.fp8_filter, name_without_adapters(name)):
-        return FILTERED
     return None
 
 
