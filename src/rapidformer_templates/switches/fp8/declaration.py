@@ -167,13 +167,14 @@ def _scale_of_a_part(request: Request) -> list[Finding]:
     packages=TORCHAO,
 )
 def _gathered(request: Request) -> Iterator[Finding]:
-    """--fp8-all-gather needs FSDP and one scale per tensor.
+    """--fp8-all-gather needs FSDP, one scale per tensor, and weights that only FSDP divides.
 
-    Why: other engines do not gather weights for a forward; torchao sends rows with the scale of their tensor only.
+    Why: other engines do not gather weights for a forward; torchao sends rows with the scale of their whole tensor.
     """
     gather = Given("fp8_all_gather")
     yield from needs(request, gather, "fsdp", add({"fsdp_memory_optimization": True}))
     yield from needs(request, gather, Given("fp8_recipe", ("tensorwise",)), replace({"fp8_recipe": "tensorwise"}))
+    yield from clash(request, gather, "tensor-parallel", message="{0} sends whole rows, which {1} divides")
 
 
 def _notes(request: Request) -> Sequence[str]:
