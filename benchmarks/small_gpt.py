@@ -54,7 +54,7 @@ def rows_of(text: bytes) -> torch.Tensor:
 
 def docstring_rows() -> torch.Tensor:
     pieces = docstrings(LONGEST)
-    return rows_of(b"".join(bytes(pieces[i]["input_ids"]) for i in range(len(pieces))))
+    return rows_of(b"".join(bytes(pieces[i]["input_ids"].tolist()) for i in range(len(pieces))))
 
 
 class Contender:

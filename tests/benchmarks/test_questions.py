@@ -76,6 +76,11 @@ def _lazy(step_done: Any, job: Any) -> None:
         step_done(1.0)
 
 
+def test_a_small_model_reads_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_gpt, "docstrings", lambda longest: texts.docstrings(longest, 20))
+    assert small_gpt.docstring_rows().min() > 0  # each element is a character, and not a byte of a wider number
+
+
 def test_a_loop_that_does_less_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(loops.LOOPS, "lazy", _lazy)
     monkeypatch.setattr(overhead, "WARMUP", 2)
