@@ -41,7 +41,8 @@ test-longer: $(VENV)/.installed-dev  ## further cases of these tests, docs-test,
 # peft imports bitsandbytes in every process, so that these packages have a folder of their own.
 OPTIONAL := build/optional
 NEEDING := $(addprefix tests/,data/finetuning/test_chat_masks_beside_trl.py models/test_quantized_folders.py \
-  run/test_preferences_beside_trl.py switches/lora/test_quantized.py switches/lora/test_quantized_shards.py \
+  run/test_preferences_beside_trl.py switches/fp8/test_products.py switches/lora/test_quantized.py \
+  switches/lora/test_quantized_shards.py \
   switches/optimizer/test_records.py switches/optimizer/test_updates.py)
 
 test-optional: $(VENV)/.installed-dev  ## the tests that need torchao, bitsandbytes or TRL, which make test skips

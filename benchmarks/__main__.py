@@ -38,6 +38,7 @@ QUESTIONS = {
     "setup-memory": ("setup_memory", "memory of building a model that is larger than a worker, under each engine"),
     "moe": ("moe", "a mixture of experts, compared with the dense model"),
     "precision": ("small_gpt", "loss and bytes of 16-bit weights with fp32 masters"),
+    "fp8": ("small_gpt", "loss, speed and memory of products in fp8, compared with bf16"),
     "optimizers": ("small_gpt", "state, loss and time of each optimizer"),
     "fused-loss": ("small_gpt", "memory and time of a step, with and without the logits of all tokens"),
 }

@@ -27,6 +27,7 @@ from rapidformer_templates import compose
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
+from rapidformer_templates.switches.fp8.declaration import ADA
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import saved_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def rows_of(text: bytes) -> torch.Tensor:
 
 def docstring_rows() -> torch.Tensor:
     pieces = docstrings(LONGEST)
-    return rows_of(b"".join(bytes(pieces[i]["input_ids"]) for i in range(len(pieces))))
+    return rows_of(b"".join(bytes(pieces[i]["input_ids"].tolist()) for i in range(len(pieces))))
 
 
 class Contender:
@@ -304,3 +305,56 @@ def fused_loss(options: argparse.Namespace) -> Answer:
         ],
         bars("peak of tensors alive in a step, MB", {row["name"]: row["peak_mb"] for row in found}, ours=[FUSED]),
     )
+
+
+RECIPES = ("tensorwise", "rowwise")
+LLAMAS: dict[str, dict[str, int]] = {
+    "tiny": {"layers": 2, "hidden": 64, "heads": 2, "intermediate_size": 192},
+    "1.5b": {"layers": 22, "hidden": 2048, "heads": 16, "num_key_value_heads": 8, "intermediate_size": 8192},
+    "8b-blocks": {"layers": 8, "hidden": 4096, "heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336},
+}
+"""Sizes of Llamas whose speed is compared. The last one has a quarter of the blocks of a Llama with 8B parameters."""
+
+
+@asks(
+    *(STEPS, LR, LAYERS, HIDDEN),
+    Flag("llama", "tiny", "whose speed is compared", choices=tuple(LLAMAS)),
+    Flag("turns", 5, "timed steps of each way"),
+    Flag("length", 4096, "tokens of a row in a timed step"),
+)
+def fp8(options: argparse.Namespace) -> Answer:
+    """Compare fp8 with bf16: the loss on real text, and the speed of compiled blocks on rows of random tokens."""
+    on_gpu = torch.cuda.is_available()
+    emulated = "" if on_gpu and torch.cuda.get_device_capability() >= ADA else "--fp8-emulate"
+    ways = {"bf16": ""} | {recipe: f"--fp8-recipe {recipe} {emulated}" for recipe in RECIPES}
+    ways = {name: f"--mixed-precision bf16 --lr {options.lr} {words}" for name, words in ways.items()}
+    with progress("fp8", -(-options.steps // TURN) + options.turns) as advance:
+        rows = measure(_build(llama, options), docstring_rows(), options.steps, ways, advance)
+        shape, tokens = LLAMAS[options.llama] | {"vocabulary": 32000}, ROWS * options.length
+        draw = torch.Generator().manual_seed(SEED)
+        text = torch.randint(shape["vocabulary"], (ROWS, options.length), generator=draw)
+        backend = "inductor" if on_gpu else "aot_eager"
+        timed = {}
+        for name, words in ways.items():
+            torch.manual_seed(SEED)
+            model = llama(**shape, length=options.length)
+            timed[name] = Contender(model, text, options.turns + 3, f"{words} --torch-compile {backend}", held_out=0)
+            timed[name].turn(2)  # creates the state, and compiles
+        peaks = {name: one.peak() for name, one in timed.items()}
+        contest = Contest({name: partial(one.turn, 1) for name, one in timed.items()}, tokens)
+        contest.run(options.turns, advance=advance)
+    for row in rows:
+        name = row["name"]
+        row |= {"tokens_per_second": contest.rate(name), "speed": contest.ratio(name, "bf16"), "peak_mb": peaks[name]}
+        row["products"] = timed[name].session.summary()["receipts"].get("fp8_products", {})
+    columns: Columns = {
+        **LOSS,
+        f"tokens/s of {options.llama}": "{tokens_per_second:,.0f}",
+        "over bf16": "{speed:.2f}",
+        "peak of a step, MB": "{peak_mb:,.0f}",
+        "fp8 products in its graphs": lambda row: ", ".join(map(str, row["products"].values())) or "none",
+    }
+    goals = [_goal(rows, 0.005, RECIPES)]
+    if options.llama == "8b-blocks":
+        goals.append(f"goal: 1.15 × bf16: {'reached' if max(row['speed'] for row in rows) >= 1.15 else 'missed'}")
+    return _answer(options, rows, columns, goals)

@@ -29,6 +29,7 @@ OF_PYTHON = {
     "_getframe": "sys",  # documented
     "_current_frames": "sys",  # documented
     "_fields": "collections.namedtuple",  # documented
+    "_replace": "collections.namedtuple",  # documented
     "_actions": "argparse",
     "_action_groups": "argparse",
     "_option_string_actions": "argparse",

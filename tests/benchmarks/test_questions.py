@@ -18,6 +18,7 @@ from tests.support.demo import needs_packages
 SIZES = "--steps 12 --layers 1 --hidden 64"
 QUESTIONS = {
     "adapters": SIZES,
+    "fp8": f"{SIZES} --turns 1 --length 64",
     "fused-loss": "--vocabulary 5003 --hidden 64 --layers 1 --steps 1",
     "moe": "--steps 12 --rounds 2",
     "optimizers": SIZES,
@@ -57,6 +58,8 @@ SMALLER = {
 def test_a_question_is_answered(
     question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if question == "fp8":
+        pytest.importorskip("torchao", reason="needs torchao: pip install 'rapidformer_templates[torchao]'")
     if question == "adapters":
         pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
     for name, value in SMALLER.items():
@@ -71,6 +74,11 @@ def _lazy(step_done: Any, job: Any) -> None:
     step_done.begin()
     for _ in itertools.count():
         step_done(1.0)
+
+
+def test_a_small_model_reads_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_gpt, "docstrings", lambda longest: texts.docstrings(longest, 20))
+    assert small_gpt.docstring_rows().min() > 0  # each element is a character, and not a byte of a wider number
 
 
 def test_a_loop_that_does_less_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

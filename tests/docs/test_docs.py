@@ -323,6 +323,7 @@ ELSEWHERE = {
     r"rapidformer predict ": "tests/commands/test_predict.py",
     r"rapidformer chat ": "tests/commands/test_chat.py",
     r"rapidformer data inspect --task": "tests/commands/test_inspect_samples.py",
+    r"rapidformer .*--fp8-recipe": "needs torchao; tests/switches/fp8/test_products.py",
     r"rapidformer plan --auto-strategy --device-file": "tests/switches/auto_strategy/test_device_file.py",
     r"rapidformer doctor": "tests/commands/test_doctor.py",
     r"rapidformer --task TASK": "a form, not a command",

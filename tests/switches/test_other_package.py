@@ -143,6 +143,7 @@ OPTIONAL = {
     "dynamic_shape": "dynamic-shape",
     "flash_attention": "flash-attention",
     "torch_compile": "torch-compile",
+    "fp8": "fp8-products",
     "distributed_optimizer.py": "distributed-optimizer",
     "frozen_parameters.py": "frozen-parameters",
     "tf32.py": "tf32",

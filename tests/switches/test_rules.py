@@ -191,7 +191,8 @@ def _value(declared: dataclasses.Field[Any]) -> Any:
     if declared.default is False:
         return True
     words = {"pipeline_stages": "1,1", "lora_target_modules": "q_proj", "lora_modules_to_save": "head"}
-    words |= {"lora_variant": "dora", "quantize_base": "half", "data_parallel_sharding_strategy": "optim_grads"}
+    words |= {"lora_variant": "dora", "quantize_base": "half", "fp8_filter": "gate"}
+    words |= {"data_parallel_sharding_strategy": "optim_grads"}
     return words.get(declared.name) or {None: 1, 1: 2, 3: 4, 0.0: 0.5, "fp32": "bf16"}[declared.default]
 
 

@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_output(merge)
     merge.set_defaults(run="rapidformer_templates.commands.data_tools:merge_main")
 
-    _add_inspect(commands)
+    _add_inspect(commands.add_parser)
 
     verify = commands.add_parser("verify", help="compare indexed data sets with their checksums")
     verify.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
@@ -97,9 +97,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_inspect(commands: argparse._SubParsersAction[CommandParser]) -> None:
+def _add_inspect(add_parser: Callable[..., CommandParser]) -> None:
     text = "show the contents of indexed data sets; with --task and the flags of a training command, show its samples"
-    inspect = commands.add_parser("inspect", help=text, description=f"{text} with the learned tokens marked.")
+    inspect = add_parser("inspect", help=text, description=f"{text} with the learned tokens marked.")
     inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
     text = "show the first N documents, as text if a tokenizer is named"
     inspect.add_argument("--show", type=positive, default=0, metavar="N", help=text)

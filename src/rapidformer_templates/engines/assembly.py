@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import ReferenceType
 
+import torch
 from torch import nn
 
 from rapidformer_templates.engines.backwards import UNLIMITED, Derivatives
@@ -108,6 +109,22 @@ class Building(Generic[O_co]):
     try_loss: Callable[[nn.Module], Any]
     has_values: bool = True
     construction: ModelUnderConstruction | None = None
+
+
+@dataclass(frozen=True)
+class GatheredInFewerBits:
+    """Weights that workers send in another form than the compute type.
+
+    Attributes:
+        layers: the modules whose ``weight`` it is.
+        sender: makes, from a worker's rows of a weight, an object with the methods of torch's extension,
+            ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+        before_forward: is called with all of these objects before each forward of the model.
+    """
+
+    layers: frozenset[nn.Module]
+    sender: Callable[[torch.Tensor], Any]
+    before_forward: Callable[[Sequence[Any]], None]
 
 
 Transform = Callable[[Assembly, Building[O_co]], None]

@@ -367,7 +367,7 @@ class SingleEngine:
         """Give these parameters a zero gradient if they have none, as in a micro batch that also has targets."""
         for parameter in parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = sharding.zero_gradient(parameter)
 
     @final
     def backward(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:

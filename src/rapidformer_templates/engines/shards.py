@@ -135,6 +135,13 @@ class StateReader(Protocol):
         """Read the box of ``shape`` at ``offset`` from a tensor."""
 
 
+def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of zeros. Weights that were gathered in fp8 have no zeros of their own kind."""
+    if isinstance(parameter, DTensor):
+        return torch.zeros_like(parameter)
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -349,6 +349,7 @@ class DeviceKind:
         capability: its compute capability.
         memory_gb: its memory in 10^9 bytes.
         fp32_tflops, bf16_tflops, fp16_tflops: 10^12 operations per second in matrix products.
+        fp8_tflops: the same in fp8. None without units for it.
         memory_bandwidth: GB/s.
         link: GB/s to other GPUs in its node, in one direction.
         network: GB/s of its share of the node's network, in one direction. Nvidia's own nodes (DGX) have this much.
@@ -367,6 +368,7 @@ class DeviceKind:
     network: float
     host_link: float
     multiprocessors: int
+    fp8_tflops: float | None = None
 
 
 _KINDS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("device_kinds.toml").read_text("utf-8"))

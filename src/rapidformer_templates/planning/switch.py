@@ -23,16 +23,17 @@ class Precedence(enum.IntEnum):
     PARTITION = 2  # pipeline: cuts the model while its blocks are still plain modules
     STRUCTURE = 3  # adapters and frozen parameters: before anything wraps them
     HEAD = 4  # fused loss: the output layer, before its vocabulary is divided
-    TENSOR = 5  # tensor and sequence parallel: shard parameters inside each stage
-    KERNEL = 6  # attention kernels and tf32: choose what the final modules call
-    CONTEXT = 7  # context parallel: each block sees a part of the sequence, its attention the whole
-    GRAPH = 8  # captures the modules in this state as graphs
-    CHECKPOINT = 9  # activation checkpointing: around the blocks, inside the compiled region
-    COMPILE = 10  # torch.compile: sees the checkpointed blocks
-    KEEP = 11  # activation offload: around the blocks, which may be compiled or checkpointed
-    PRECISION = 12  # the type in which the engine computes
-    OPTIMIZER = 13  # the update rule that the engine will build
-    SHARD = 14  # the engine: wraps or shards the result
+    PRODUCT = 5  # fp8: the products of layers, before their matrices are divided
+    TENSOR = 6  # tensor and sequence parallel: shard parameters inside each stage
+    KERNEL = 7  # attention kernels and tf32: choose what the final modules call
+    CONTEXT = 8  # context parallel: each block sees a part of the sequence, its attention the whole
+    GRAPH = 9  # captures the modules in this state as graphs
+    CHECKPOINT = 10  # activation checkpointing: around the blocks, inside the compiled region
+    COMPILE = 11  # torch.compile: sees the checkpointed blocks
+    KEEP = 12  # activation offload: around the blocks, which may be compiled or checkpointed
+    PRECISION = 13  # the type in which the engine computes
+    OPTIMIZER = 14  # the update rule that the engine will build
+    SHARD = 15  # the engine: wraps or shards the result
 
 
 class Resource(enum.Enum):
@@ -92,7 +93,8 @@ class Request:
 
     def asked_for(self, *switches: str) -> tuple[str, ...]:
         """Return how the user turned on the named active switches."""
-        return self.asked(*(name for switch in switches for name in self.active[switch].on))
+        names = (name for switch in switches for name in self.active[switch].on)
+        return self.asked(*(n for n in names if self.config.get(n) is not False or self.config.origin(n) != "default"))
 
     def of_family(self, family: str) -> tuple[Switch, ...]:
         """Return the active switches of a family."""

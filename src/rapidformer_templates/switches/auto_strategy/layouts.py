@@ -230,6 +230,8 @@ class MemoryOptions:
         updates_in_chunks: whether the optimizer accepts some gradients before others.
         updates_elementwise: whether the optimizer accepts pieces of parameters.
         fuses: whether the operations between two matrix products are compiled into a few kernels.
+        fp8: whether linear layers of the blocks multiply in fp8.
+        gathers_fp8: whether FSDP gathers their weights in fp8.
     """
 
     precision: str = "fp32"
@@ -246,6 +248,8 @@ class MemoryOptions:
     updates_in_chunks: bool = True
     updates_elementwise: bool = True
     fuses: bool = False
+    fp8: bool = False
+    gathers_fp8: bool = False
     context_kind: ContextKind | None = None
 
     def by_parallel_engine(self, layout: Layout) -> bool:
@@ -295,5 +299,7 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         updates_in_chunks=optimizer.per_parameter,
         updates_elementwise=optimizer.elementwise,
         fuses="torch-compile" in plan.switches,
+        fp8="fp8-products" in plan.switches,
+        gathers_fp8=spelling("fp8_all_gather") in plan.values,
         context_kind=options.context_kind,
     )

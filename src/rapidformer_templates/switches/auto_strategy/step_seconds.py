@@ -51,6 +51,9 @@ It reads the gradient for its norm. It reads weight, gradient and moments, write
 and clears the gradient.
 """
 
+CAST_TRAFFIC = 5
+"""Bytes per element of an operand that fp8 moves: 16 bits are read for the scale and again for the cast, 8 written."""
+
 INTERFERENCE = 0.8
 """Seconds by which a second of an exchange delays the computation that hides it: they share memory and
 multiprocessors. Fitted."""
@@ -151,6 +154,15 @@ class _Work:
         return _Work(*(getattr(self, name) + times * getattr(other, name) for name in names))
 
 
+def fp8_seconds(product: Product, hardware: Hardware) -> float:
+    """Return the seconds of one call of a matrix product in fp8, with the casts of its operands."""
+    operands = product.rows * product.inner + product.inner * product.columns
+    computed = tile_flops(product, hardware.multiprocessors) / ((hardware.fp8_tflops or hardware.tflops) * 1e12)
+    moved = operands + 2 * product.rows * product.columns
+    bandwidth = hardware.memory_bandwidth * GB
+    return max(computed, moved / bandwidth) + CAST_TRAFFIC * operands / bandwidth + hardware.kernel_seconds
+
+
 def product_seconds(product: Product, hardware: Hardware) -> float:
     """Return the seconds of one call of a matrix product or of an attention kernel."""
     batch, rows, inner, columns = product.batch, product.rows, product.inner, product.columns
@@ -182,11 +194,13 @@ def tile_flops(product: Product, multiprocessors: int) -> float:
 
 
 @cache  # many layouts have the same trace
-def _works(trace: Trace, hardware: Hardware, hidden: int, gathered: float, *, fuses: bool) -> dict[str, _Work]:
+def _works(
+    trace: Trace, hardware: Hardware, hidden: int, gathered: float, *, fuses: bool, fp8: bool
+) -> dict[str, _Work]:
     """Return the work of a micro batch: in all blocks (forward, backward), before and after them, and in the head.
 
     Args:
-        fuses: see :class:`MemoryOptions`.
+        fuses, fp8: see :class:`MemoryOptions`.
         hidden: width of the hidden state.
         gathered: bytes of a hidden state that only products read or write, because the sequence is divided elsewhere.
     """
@@ -198,7 +212,8 @@ def _works(trace: Trace, hardware: Hardware, hidden: int, gathered: float, *, fu
         between = 0.0 if by_operands else phase.traffic / (hardware.memory_bandwidth * GB)
         work = _Work(memory=between, host=hardware.launch_seconds * phase.launches)
         for product in phase.products:
-            seconds = product_seconds(product, hardware)
+            is_fp8 = fp8 and part in ("forward", "backward") and product.batch == 1 and not product.is_attention
+            seconds = (fp8_seconds if is_fp8 else product_seconds)(product, hardware)
             is_linear = product.batch == 1 and hidden in (product.rows, product.inner, product.columns)
             moved = by_operands * max(0.0, product.moved - gathered * is_linear) / (bandwidth * GB)
             kinds = (0.0, seconds) if product.is_attention else (seconds, 0.0)
@@ -253,7 +268,7 @@ def predict_seconds(
     per_parameter = 1 / (layout.tensor * hardware.memory_bandwidth * GB)
     hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width / layout.context
     gathered = hidden_bytes * (1 - 1 / layout.tensor) if layout.sequence_parallel else 0.0
-    works = _works(trace, hardware, facts.hidden, gathered, fuses=setting.fuses)
+    works = _works(trace, hardware, facts.hidden, gathered, fuses=setting.fuses, fp8=setting.fp8)
     sums = GRADIENT_TRAFFIC * facts.parameters * per_parameter  # a worker has all experts in a trace
     block = _Work(memory=sums / blocks).plus(works["forward"], 1 / blocks).plus(works["backward"], 1 / blocks)
     shares = [sum(stages[rank::pipeline]) for rank in range(pipeline)] if stages else [blocks / pipeline] * pipeline
@@ -391,7 +406,8 @@ def _data_seconds(
         case _:
             # Weights for each forward and backward. Gradients in each micro batch, unless FSDP is to sum them once.
             units = facts.blocks + 1
-            gathered, reduced = exchange(width, ALL_GATHER, units), exchange(4, REDUCE_SCATTER, units)
+            gathered = exchange(1 if setting.gathers_fp8 else width, ALL_GATHER, units)
+            reduced = exchange(4, REDUCE_SCATTER, units)
             stride = layout.tensor * layout.shares
             shard = facts.parameters * share * 4 / layout.shares
             of_copies = exchange_seconds(shard, layout.copies, stride, local_world, hardware, ALL_REDUCE)

@@ -91,6 +91,7 @@ class Hardware:
             None assumes that they move each operand ``MEMORY_PASSES`` times through memory.
         unaligned_tflops: 10^12 operations per second in batched products of 16 bits whose rows do not begin at
             multiples of 16 bytes. None means ``tflops``.
+        fp8_tflops: 10^12 operations per second in large products of fp8. None if it is unknown.
         update_bandwidth: GB/s of an update. None means ``memory_bandwidth``.
         exchanges: measured exchanges of the workers of a node, by kind. Other exchanges are computed from the links.
         computation_factor, exchange_factor: see
@@ -114,6 +115,7 @@ class Hardware:
     launch_seconds: float = LAUNCH_SECONDS
     activation_bandwidth: float | None = None
     unaligned_tflops: float | None = None
+    fp8_tflops: float | None = None
     update_bandwidth: float | None = None
     exchanges: Mapping[str, device_file.ExchangeRate] = field(default_factory=dict, hash=False)
     computation_factor: float = 1.0
@@ -184,7 +186,7 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
     values: dict[str, float] = {name: getattr(assumed, name) for name in names}
     values["tflops"] = assumed.tflops[precision]
     values["attention_tflops"] = min(assumed.attention_tflops, values["tflops"])
-    multiprocessors, unaligned = assumed.multiprocessors, None
+    multiprocessors, unaligned, fp8 = assumed.multiprocessors, None, None
     sources = dict.fromkeys(values, "assumed")
     if environment.device_origin:
         sources["device"] = environment.device_origin
@@ -202,6 +204,7 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
             "host_link": round(kind.host_link * HOST_SHARE, 1),
         }
         multiprocessors, unaligned = kind.multiprocessors, kind.fp32_tflops * FP32_SHARE
+        fp8 = kind.fp8_tflops and round(kind.fp8_tflops * PRODUCT_SHARES[generation], 1)
         values |= sustained
         sources |= dict.fromkeys(sustained, kind.source)
     rates = None
@@ -235,6 +238,7 @@ def find_hardware(environment: Environment, precision: str, host_memory_gb: floa
         context_gb=assumed.context_gb,
         sources=sources,
         unaligned_tflops=unaligned,
+        fp8_tflops=fp8,
         host_gb=host_memory_gb,
         exchanges=rates.exchanges if rates and GIVEN["intra_node"] not in os.environ else {},
         **measured,

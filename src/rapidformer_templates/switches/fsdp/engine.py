@@ -20,12 +20,21 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.assembly import GatheredInFewerBits
 from rapidformer_templates.engines.backwards import Derivatives, ForwardSequenceCheck
 from rapidformer_templates.engines.boxes import SHARDS, Parts
 from rapidformer_templates.engines.construction import take_part
 from rapidformer_templates.engines.contract import Engine, Receipt, bytes_by_kind, sum_of_bits
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, as_dtensor, local_part
+from rapidformer_templates.engines.shards import (
+    COPIES,
+    Shard,
+    ShardKind,
+    StateReader,
+    as_dtensor,
+    local_part,
+    zero_gradient,
+)
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks, is_quantized, note_shape, shape_of
 from rapidformer_templates.planning.plan import Plan, expert_shard_dim, shards_of_experts
@@ -76,6 +85,25 @@ class FSDPEngine(SingleEngine):
     def _shard(self, model: nn.Module) -> None:
         # None reshards everything except the root, whose parameters the backward needs first.
         self._apply_fully_shard(model, self.assembly.blocks, None if self.reshards else False)
+        if fewer := self.assembly.find(GatheredInFewerBits):
+            self._extend_gathering(model, fewer)
+
+    def _extend_gathering(self, model: nn.Module, fewer: GatheredInFewerBits) -> None:
+        """Let torch gather weights in fewer bits. It finds the methods of its extension on a worker's rows.
+
+        A weight whose rows differ in number among the workers is gathered as usual: torch would have to pad them.
+        """
+        senders = []
+        for weight in (weight for group in self._all_groups for weight in group.fsdp_params):
+            place, rows = weight._module_info, weight._sharded_local_tensor
+            is_even = len(weight.sharded_param) % self.group == 0
+            if place.module in fewer.layers and place.param_name == "weight" and is_even:
+                senders.append(sender := fewer.sender(rows))
+                rows.fsdp_pre_all_gather = sender.fsdp_pre_all_gather
+                rows.fsdp_post_all_gather = sender.fsdp_post_all_gather
+                weight._init_extensions()
+        # It comes before FSDP's own hook, which gathers the first weights.
+        model.register_forward_pre_hook(lambda *_: fewer.before_forward(senders), prepend=True)
 
     def frozen(self, model: nn.Module) -> nn.Module:
         model.requires_grad_(False).eval()
@@ -336,6 +364,8 @@ class FSDPEngine(SingleEngine):
         whole = sum(count for count, divided in sizes if not divided)
         self.receipts["kept_whole"] = sum(p.numel() for p in self._whole_parameters)
         self.receipts["whole_in_backward"] = whole / sum(count for count, _ in sizes)
+        buffers = (buffer for group in groups for p in group.fsdp_params for buffer in p.all_gather_outputs)
+        self.receipts["gathered_in_8_bits"] = sum(buffer.numel() for buffer in buffers if buffer.element_size() == 1)
         self.receipts["gradients_summed_in"] = [name for name, dtype in REDUCE_TYPES.items() if dtype in types]
 
     def _measure_gradients(self) -> None:
@@ -402,7 +432,7 @@ def _reduce_all(group: Any, used: set[int]) -> Callable[..., None]:
                 if unsharded.grad is not None:
                     used.add(id(parameter.sharded_param))
                 else:
-                    unsharded.grad = torch.zeros_like(unsharded)
+                    unsharded.grad = zero_gradient(unsharded)
                 if accumulated:  # in the same type as the others
                     parameter.to_accumulated_grad_if_needed()
         post_backward(*unused)

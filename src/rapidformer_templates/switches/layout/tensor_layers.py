@@ -204,13 +204,14 @@ class Row(Divided):
     def __init__(self, module: nn.Module, forward: OnLocalParameters, regions: Regions) -> None:
         super().__init__(module, forward, regions)
         self.inner = forward
-        self.transposed = isinstance(module, nn.Linear)
+        plain = nn.functional.linear if isinstance(module, nn.Linear) else torch.matmul
+        self.multiply: Forward = getattr(forward.forward, "multiply", plain)  # another switch's product, such as fp8's
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.inner.parts()
         weight, bias = parts["weight"], parts["bias"]
         assert weight is not None
-        result = self.regions.end(nn.functional.linear(x, weight) if self.transposed else x @ weight)
+        result = self.regions.end(self.multiply(x, weight))
         return result if bias is None else result + bias.to(result.dtype)
 
 
