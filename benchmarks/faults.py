@@ -35,6 +35,7 @@ import torch.distributed as dist
 from benchmarks.contest import Advance, Answer, Columns, Flag, Row, asks, progress, table
 from benchmarks.killed import (
     ENGINES,
+    OF_FOUR,
     Marks,
     Ours,
     Outcome,
@@ -334,8 +335,8 @@ def _solutions(options: argparse.Namespace) -> list[Solution]:
     """
     if options.workers == 1:
         return [Solution(Ours()), *([Solution(TransformersTrainer())] if options.peer else [])]
-    if options.engine == "tensor-pipeline" and options.workers % 4:
-        raise ConfigError("tensor-pipeline needs 4 workers", where="--workers", hint="give --workers 4")
+    if options.engine in OF_FOUR and options.workers % 4:
+        raise ConfigError(f"{options.engine} needs 4 workers", where="--workers", hint="give --workers 4")
     flags = f"--nproc-per-node {options.workers} {ENGINES[options.engine]}" + " --async-save" * options.async_save
     name = options.engine + ", --async-save" * options.async_save
     trainees: list[Trainee] = [Ours(name, flags, GROUP_STEPS, _blocks(options.engine))]
@@ -458,7 +459,7 @@ class Layout:
 
     def __init__(self, engine: str, folder: Path) -> None:
         self._engine, self._folder = engine, folder
-        self._workers = 4 if engine == "tensor-pipeline" else 2
+        self._workers = 4 if engine in OF_FOUR else 2
         flags = f"--nproc-per-node {self._workers} {ENGINES[engine]} --worker-timeout {WORKER_TIMEOUT}"
         self._job: tuple[Any, ...] = (engine, flags, GROUP_STEPS, _blocks(engine))
         folder.mkdir(parents=True, exist_ok=True)

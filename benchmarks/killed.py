@@ -267,8 +267,13 @@ ENGINES = {
     "zero-3": "--zero-3-memory-optimization",
     "tensor-pipeline": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     f" --global-batch-size {2 * BATCH}",
+    "tensor-shards": "--tensor-model-parallel-size 2 --use-distributed-optimizer "
+    f"--data-parallel-sharding-strategy optim_grads_params --global-batch-size {2 * BATCH}",
 }
 """The flags of each engine."""
+
+OF_FOUR = ("tensor-pipeline", "tensor-shards")
+"""The engines that need four workers."""
 
 PRELOADED = (
     __name__,
