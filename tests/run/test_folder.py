@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,13 @@ def test_kill_9_leaves_no_lock(tmp_path: Path) -> None:
     assert json.loads((tmp_path / run_folder.LOCK).read_text())["process"] == child.pid
     run_folder.try_folder(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.durable
+def test_a_process_that_is_ending_keeps_its_lock_for_a_moment(tmp_path: Path) -> None:
+    with _in_a_process(RunLock(tmp_path).acquire) as child:
+        threading.Timer(0.2, child.kill).start()
+        run_folder.try_folder(tmp_path)  # as a run that resumes at once
 
 
 @pytest.mark.durable

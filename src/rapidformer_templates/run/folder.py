@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.flag_values import TEST
@@ -274,6 +274,9 @@ LOCK = "run.lock"
 VISIBILITY_SECONDS = 10.0
 """Seconds within which a network file system shows a new file on other nodes."""
 
+ENDING_SECONDS = 1.0
+"""Seconds to wait for a lock. A process that was killed keeps its locks until all of its threads have ended."""
+
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 """Error codes of a file system without locks."""
 
@@ -288,6 +291,14 @@ def _close_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_close_after_fork)
+
+
+def _has_locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class RunLock:
@@ -392,20 +403,25 @@ class RunLock:
 
     def _lock(self, kind: int) -> None:
         assert self._descriptor is not None
+        end = time.monotonic() + ENDING_SECONDS
         try:
-            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._close()
-            owner, other = self._owner(), "it does not say which"
-            if owner:
-                process = f"process {owner.get('process')} on {owner.get('host')}"
-                other = f"{process}, since {owner.get('since')}: {owner.get('command')}"
-            hint = "wait until it has ended, or give another folder"
-            raise ConfigError(f"another run writes into {self.folder}: {other}", where="--save", hint=hint) from None
+            while not _has_locked(self._descriptor, kind):
+                if time.monotonic() > end:
+                    self._refuse()
+                time.sleep(0.05)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
             self.works = False
+
+    def _refuse(self) -> NoReturn:
+        self._close()
+        owner, other = self._owner(), "it does not say which"
+        if owner:
+            process = f"process {owner.get('process')} on {owner.get('host')}"
+            other = f"{process}, since {owner.get('since')}: {owner.get('command')}"
+        hint = "wait until it has ended, or give another folder"
+        raise ConfigError(f"another run writes into {self.folder}: {other}", where="--save", hint=hint)
 
     def _close(self) -> None:
         if self._descriptor is not None:
