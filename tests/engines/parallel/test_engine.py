@@ -45,6 +45,7 @@ FOUR = {
         True,
         f"--micro-batch-size 2 {TENSOR} 2 {SHARDS} --no-fsdp-reduce-every-micro-batch",
     ),
+    "dp4-shards-in-groups": ("gpt2-4-tied", True, f"--micro-batch-size 2 {SHARDS} --fsdp-shard-size 2"),
     "pp2-dp2-shards": ("gpt2-4-tied", True, f"--micro-batch-size 1 {PIPELINE} 2 {SHARDS} --fsdp-reshard-after-forward"),
     "pp2-dp2-shards-interleaved": ("neox-8-untied", True, f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {SHARDS}"),
     "pp2-dp2-shards-once": (

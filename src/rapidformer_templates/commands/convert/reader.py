@@ -359,12 +359,9 @@ def _divide_workers(c: Conversion) -> int:
     c.flags |= dict(zip(SIZES, sizes, strict=True))
     shard, copies = c.count("dp_shard_size"), c.count("dp_replicate_size")
     strategy = c.flags.pop(STRATEGY, None)
-    if c.flags.get("fsdp_memory_optimization") and tensor * pipeline > 1:
+    if (c.flags.get("fsdp_memory_optimization") or shard > 1) and tensor * pipeline > 1:
         strategy = strategy or "optim_grads_params"
-        if copies > 1:
-            c.leave("dp_replicate_size", copies, "inside a 3D layout all data-parallel workers share one copy")
-    elif shard > 1 and copies > 1:
-        c.flags["fsdp_shard_size"] = shard
+    c.flags |= {"fsdp_shard_size": shard} if shard > 1 and copies > 1 else {}
     if strategy in ("optim", "optim_grads") or (strategy == "optim_grads_params" and tensor * pipeline > 1):
         c.flags |= {"fsdp_memory_optimization": False, "use_distributed_optimizer": True, STRATEGY: strategy}
     # Experts are divided over the workers that have copies of everything else: data × context.

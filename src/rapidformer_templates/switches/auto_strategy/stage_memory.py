@@ -496,8 +496,9 @@ class ShardedStage(Stage):
     """
 
     def _states_of(self, replica: int) -> StateBytes:
-        (states,) = self._rows_of(list(self.parameters.values()), [replica])
-        (frozen,) = self._rows_of(self.model.stage_frozen(self.coordinates), [replica])
+        rank = replica % self.layout.shares
+        (states,) = self._rows_of(list(self.parameters.values()), [rank])
+        (frozen,) = self._rows_of(self.model.stage_frozen(self.coordinates), [rank])
         return states.with_frozen(frozen)
 
     @cached_property

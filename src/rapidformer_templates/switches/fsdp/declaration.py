@@ -66,7 +66,6 @@ class HybridShardingFlags:
         "FSDP: shard inside groups of N workers, with a copy in each group (default: one group of all workers)",
         metavar="N",
         minimum=1,
-        only_with=("fsdp_memory_optimization", True),
     )
 
 
@@ -184,6 +183,15 @@ def _options_acted(measured: Measured) -> str | None:
     return f"whole parameters at the start of the backward were expected; {whole or 0:.0%} of them are whole"
 
 
+@HYBRID_SHARDING_RULES.add("RF297", "[torch]", "--fsdp-shard-size 2 --world-size 4")
+def _groups_shard_parameters(request: Request) -> list[Finding]:
+    """--fsdp-shard-size needs FSDP, also that of the strategy optim_grads_params.
+
+    Why: other engines do not shard parameters, or shard them over all workers.
+    """
+    return checks.needs(request, "hybrid-sharding", _gathers, add({"fsdp_memory_optimization": True}))
+
+
 @HYBRID_SHARDING_RULES.add("RF225", "[torch]", "--fsdp-memory-optimization --fsdp-shard-size 3 --world-size 4")
 def _groups_fit(request: Request) -> Iterator[Finding]:
     """--fsdp-shard-size is above one and divides the workers.
@@ -202,10 +210,10 @@ def _groups_fit(request: Request) -> Iterator[Finding]:
 
 
 def _dimensions(request: Request) -> Sequence[Dimension]:
-    size, workers = request.config.get(SIZE), request.sizes.copies
+    size, workers, neighbours = request.config.get(SIZE), request.sizes.copies, request.sizes.tensor
     return (
-        Dimension("shards", "parameters and gradients", size),
-        Dimension("copies", "gradients of a shard", workers // size, size),
+        Dimension("shards", "parameters and gradients", size, neighbours),
+        Dimension("copies", "gradients of a shard", workers // size, size * neighbours),
     )
 
 
@@ -213,7 +221,7 @@ def _group_notes(request: Request) -> Sequence[str]:
     size, sizes = request.config.get(SIZE), request.sizes
     if size == sizes.copies:
         return (f"hybrid-sharding: one group of all {size} workers, as without --fsdp-shard-size",)
-    if sizes.local_world % size:
+    if sizes.local_world % (size * sizes.tensor):
         nodes = f"nodes of {sizes.local_world} worker{'s' if sizes.local_world > 1 else ''}"
         return (f"hybrid-sharding: groups of {size} span {nodes}, where gathering parameters is slow",)
     return ()
@@ -255,10 +263,12 @@ def _strategy_notes(request: Request) -> Sequence[str]:
 
 
 def _strategy_acted(measured: Measured) -> str | None:
-    gradients = checks.check_even_shards(gradient_elements="gradients")
+    gradients = checks.check_even_shards(among=_workers_of_a_copy, gradient_elements="gradients")
     if measured.config.get(STRATEGY) != ALL:
         return gradients(measured)
-    return checks.first_finding(gradients, checks.check_even_shards(held_elements="parameters"))(measured)
+    return checks.first_finding(
+        gradients, checks.check_even_shards(among=_workers_of_a_copy, held_elements="parameters")
+    )(measured)
 
 
 def _variant(switch: Switch, options: ShardingStrategyFlags) -> Switch:
