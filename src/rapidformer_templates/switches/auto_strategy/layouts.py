@@ -94,7 +94,8 @@ class Layout:
     @property
     def partitioned(self) -> str:
         """The partitioning as a table shows it: ``fsdp / 8`` for groups of eight workers."""
-        return f"{self.partitioning} / {self.shard_size}" if self.shard_size else self.partitioning
+        name = "fsdp in 3D" if self.shards_stages else self.partitioning
+        return f"{name} / {self.shard_size}" if self.shard_size else name
 
     @property
     def pipelined(self) -> str:
