@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -55,8 +55,13 @@ def exported_weights(engine: Engine) -> Iterator[Iterator[tuple[str, torch.Tenso
             deque(weights, maxlen=0)
 
 
-def export_model(engine: Engine, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Write weights, config and tokenizer. Call it on every rank. Rank 0 writes.
+def export_model(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    write_more: Callable[[Path], object] = lambda folder: None,
+) -> None:
+    """Write weights, config and tokenizer, and what else belongs to them. Call it on every rank. Rank 0 writes.
 
     Rank 0 gathers one tensor at a time and stores it in a temporary file in the same place. A model that is not from
     transformers is exported only as ``model.safetensors``, or shards with an index.
@@ -68,6 +73,7 @@ def export_model(engine: Engine, tokenizer: PreTrainedTokenizerBase | None, fold
                 _write(engine.assembly, stored, files, temporary)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(temporary)
+                write_more(temporary)
 
 
 def describe_model(run: Run, folder: Path) -> None:

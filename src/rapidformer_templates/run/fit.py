@@ -297,13 +297,13 @@ def _finish(loop: Loop, metrics: dict[str, float]) -> Summary:
                 raise loop.log.failure
     run.watch.enter(EXPORT, run.position.step)
     if folder and training.export_model:
-        export_model(run.engine, run.hooks.tokenizer, folder.export)
+        trained = (run.position.step, loop.epoch)
+        card = partial(write_card, run.config, run.plan, metrics=metrics, trained=trained)
+        export_model(run.engine, run.hooks.tokenizer, folder.export, card)
     receipts = loop.receipts.measured_by_rank() if loop.meter.steps else {}
     summary = summarise(loop, metrics, receipts)
     if run.workers.is_main:
         show_results(folder, summary)
-    if run.workers.is_main and folder and training.export_model:
-        write_card(run.config, run.plan, folder.export, summary)
     run.workers.barrier()
     run.notify("on_train_end", summary)
     return summary

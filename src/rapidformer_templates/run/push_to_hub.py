@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rapidformer_templates.errors import ConfigError, counted
@@ -23,7 +24,6 @@ from rapidformer_templates.planning.hub import NAME, is_hub_name, log_in_hint, r
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.planning.tasks import TASKS
-from rapidformer_templates.run.folder import Summary
 
 FLAG = "--push-to-hub"
 CARD = "README.md"
@@ -103,12 +103,19 @@ def push_export(name: str, export: Path, step: int) -> str:
     return f"uploaded   {HfApi().endpoint}/{name}"
 
 
-def write_card(config: RunConfig, plan: Plan, export: Path, summary: Summary | None = None) -> None:
-    """Write the model card into an exported model.
+def write_card(
+    config: RunConfig,
+    plan: Plan,
+    export: Path,
+    metrics: Mapping[str, float] = MappingProxyType({}),
+    trained: tuple[int, float] | None = None,
+) -> None:
+    """Write the model card into an exported model, before its folder gets its name.
 
     Args:
-        export: the exported folder.
-        summary: content of ``summary.json``. None before the end of the run.
+        export: the folder, with what is exported so far. The end ``.tmp`` does not belong to its name.
+        metrics: those of the exported weights.
+        trained: steps and epochs. None before the end of the run.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -116,7 +123,7 @@ def write_card(config: RunConfig, plan: Plan, export: Path, summary: Summary | N
     from rapidformer_templates.run.console import plan_lines
 
     name = config.training.push_to_hub
-    title, metrics = name or Path(config.training.save or export).resolve().name, summary["metrics"] if summary else {}
+    title = name or Path(config.training.save or export).resolve().name.removesuffix(".tmp")
     base, task, sets = config.model.pretrained_model_name_or_path, config.training.task, _data_sets(config)
     pipeline = TASKS[task].hub_pipeline if task else None
     adapters = json.loads((export / SETTINGS).read_text(encoding="utf-8")) if (export / SETTINGS).is_file() else None
@@ -153,7 +160,7 @@ def write_card(config: RunConfig, plan: Plan, export: Path, summary: Summary | N
         name=title,
         origin=f"started from `{_public(base)}`" if base else "was trained from scratch",
         version=importlib.metadata.version("rapidformer_templates"),
-        length=f" for {counted(summary['steps'], 'step')} ({counted(summary['epochs'], 'epoch')})" if summary else "",
+        length=f" for {counted(trained[0], 'step')} ({counted(trained[1], 'epoch')})" if trained else "",
         task=task or "of a script",
         code=_code(name, export, adapters, config.model.revision),
         metrics="\n".join(f"| {metric} | {value:.4f} |" for metric, value in metrics.items()) or "| none | |",

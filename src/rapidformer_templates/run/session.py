@@ -329,9 +329,7 @@ class Session:
     def export(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that ``from_pretrained`` of transformers can load."""
         self._raise_pending_errors()
-        export_model(self._run.engine, tokenizer, Path(folder))
-        if self.workers.is_main:
-            write_card(self._run.config, self._run.plan, Path(folder))
+        export_model(self._run.engine, tokenizer, Path(folder), partial(write_card, self._run.config, self._run.plan))
         self.workers.barrier()
 
     def summary(self) -> Summary:
