@@ -247,7 +247,7 @@ def torch_two_levels(step_done: StepDone, job: Job) -> Result:
         for block in model.get_submodule("model.layers").children():
             fully_shard(block, mesh=mesh["data"], mp_policy=policy)
         sharded = fully_shard(model, mesh=mesh["data"], mp_policy=policy)
-        optimizer, scheduler = job.optimizer(model)  # the norms, which are not divided, have a group of their own
+        optimizer, scheduler = job.optimizer(model)  # the norms, which are not divided, form the second group
 
         def clip() -> None:
             of_groups = [[p.grad for p in group["params"]] for group in optimizer.param_groups]

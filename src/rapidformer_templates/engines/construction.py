@@ -271,7 +271,7 @@ class ModelUnderConstruction:
         self._postponed[stand_in] = whole, parts
 
     def is_postponed(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor stands for a part that no worker has taken yet."""
+        """Return whether a tensor is the stand-in for a part that no worker has taken yet."""
         return tensor in self._postponed
 
     def undivided(self, tensor: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, Parts]:

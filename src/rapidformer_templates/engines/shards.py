@@ -136,7 +136,7 @@ class StateReader(Protocol):
 
 
 def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient of zeros. Weights that were gathered in fp8 have no zeros of their own kind."""
+    """Return a gradient of zeros. ``zeros_like`` does not know weights that were gathered in fp8."""
     if isinstance(parameter, DTensor):
         return torch.zeros_like(parameter)
     return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)

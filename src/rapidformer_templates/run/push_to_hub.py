@@ -24,6 +24,7 @@ from rapidformer_templates.planning.hub import NAME, is_hub_name, log_in_hint, r
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.planning.tasks import TASKS
+from rapidformer_templates.system.files import write_text
 
 FLAG = "--push-to-hub"
 CARD = "README.md"
@@ -178,7 +179,7 @@ def write_card_of_merged(adapters: Path, merged: Path) -> None:
         text = card.read_text(encoding="utf-8").replace("\nlibrary_name: peft\n", "\nlibrary_name: transformers\n", 1)
         before, _, rest = text.partition("```python\n")
         code, after = _code(None, merged, None, None), rest.partition("\n```")[2]
-        (merged / CARD).write_text(f"{before}```python\n{code}\n```{after}", encoding="utf-8")
+        write_text(merged / CARD, f"{before}```python\n{code}\n```{after}")
 
 
 def _data_sets(config: RunConfig) -> list[str]:

@@ -263,7 +263,7 @@ BAD: dict[str, dict[str, Any]] = {
     "a thought that the template leaves out": _row(ASKED, {**ANSWERED, "thinking": "hm"}),
     "tools that the template leaves out": _row(*GOOD, tools=[{"name": "f"}]),
     "tools without a name": _row(*GOOD, functions=["f"]),
-    "tools beside a text": {"prompt": "a", "completion": "b", "tools": '[{"name": "f"}]'},
+    "tools for a plain text": {"prompt": "a", "completion": "b", "tools": '[{"name": "f"}]'},
     "a weight": _row(ASKED, {**ANSWERED, "weight": 0.5}),
     "only answers without a weight": _row(ASKED, {**ANSWERED, "weight": 0}, ASKED, {**ANSWERED, "train": False}),
 }
@@ -424,7 +424,7 @@ def test_black_box_run(tmp_path: Path, gpt_folder: Path, packed: bool, capsys: p
     assert described["command"] == shlex.join(sys.orig_argv)
     card = (tmp_path / "run/export/README.md").read_text(encoding="utf-8")
     assert f"| eval_loss | {summary['eval_loss']:.4f} |" in card
-    assert "\ndatasets:" not in card  # a folder is no name on the hub
+    assert "\ndatasets:" not in card  # a folder is not a name on the hub
     assert str(tmp_path) not in card
     names: dict[str, Any] = {}
     exec(card.split("```python\n")[1].split("```")[0].replace("EXPORT", str(tmp_path / "run/export")), names)

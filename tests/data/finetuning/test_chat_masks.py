@@ -85,8 +85,8 @@ TWO_CALLS = {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "abcdefgh2
     ("name", "answer", "lost"),
     [
         ("gpt_oss", TWO_CALLS, "a call"),
-        ("llama31", CALLED | {"content": "I ask."}, "the content beside a call"),
-        ("mistral", CALLED | {"content": "I ask."}, "the content beside a call"),
+        ("llama31", CALLED | {"content": "I ask."}, "the content next to a call"),
+        ("mistral", CALLED | {"content": "I ask."}, "the content next to a call"),
         ("qwen25", TWO_CALLS | {"content": "I ask."}, None),
         ("mistral", TWO_CALLS, None),
     ],

@@ -54,7 +54,7 @@ CELLS = [
     (name, conversation)
     for name, row in TABLE.items()
     for conversation, cell in row.items()
-    if not cell.startswith("no ") and name != "hermes"  # TRL reads no template for tools beside another one
+    if not cell.startswith("no ") and name != "hermes"  # TRL reads only one template of a tokenizer
 ]
 
 

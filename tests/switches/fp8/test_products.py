@@ -56,7 +56,7 @@ def _in_bf16(module: Any, forward: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _train_with_torchao(recipe: str, batches: list[dict[str, torch.Tensor]], seed: int) -> list[float]:
-    """Train the same model in a loop of its own, converted by torchao."""
+    """Train the same model, converted by torchao, in a loop without this library."""
     process_state.seed_all(seed)
     model = Fp8Llama([]).make().train()
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
@@ -315,7 +315,7 @@ def _run(folder: Path, flags: str, *more: str, dies_after: int = 0) -> list[floa
 
 
 def test_a_run_resumes_with_the_switch_and_without_and_exports_its_weights(tmp_path: Path) -> None:
-    """What is stored has its full precision: only the products are rounded."""
+    """Stored weights have their full precision: only the products are rounded."""
     fp8 = "--fp8-recipe rowwise"
     whole = _run(tmp_path / "whole", fp8)
     _run(tmp_path / "with", fp8, dies_after=4)

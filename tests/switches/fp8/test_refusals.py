@@ -1,4 +1,4 @@
-"""What fp8 is refused with, and what the plan says instead. Nothing here needs torchao."""
+"""The switches that refuse fp8, and the notes of its plans. Nothing here needs torchao."""
 
 import pytest
 

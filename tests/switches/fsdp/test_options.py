@@ -47,7 +47,7 @@ REDUCED = {
 
 
 class OwnOutput(CausalJob):
-    """A model without blocks, whose output is no container that torch's ``fully_shard`` looks into."""
+    """A model without blocks, whose output is not a container that torch's ``fully_shard`` looks into."""
 
     def make(self) -> torch.nn.Module:
         class Model(torch.nn.Module):

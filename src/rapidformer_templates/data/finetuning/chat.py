@@ -304,7 +304,7 @@ def read_completion(prompt: object, completion: object, tools: object = None) ->
 
 
 def _refuse_tools_of_text(tools: Tools | None) -> None:
-    """Refuse tools beside a text, which is used as it is."""
+    """Refuse tools for a plain text, which no template renders."""
     if tools:
         hint = "write the prompt as a list of messages, or remove the tools"
         raise DataError("there are tools, but the prompt is a text, which no chat template renders", hint=hint)

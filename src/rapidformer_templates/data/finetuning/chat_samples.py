@@ -96,6 +96,7 @@ class ChatTemplate:
             starts = tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
             tokenizer.chat_template = ("{{ bos_token }}" if starts else "") + PLAIN_TEMPLATE
         try:
+            # The template for a conversation without tools, and for one with tools.
             self._sources = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])
         except ValueError as error:
             hint = "keep one of its templates, under the name default"
@@ -103,20 +104,17 @@ class ChatTemplate:
         self.notes = [PLAIN_NOTE] if self.is_plain else []
         if "strftime_now" in "".join(self._sources):
             self.notes.append(DATE_NOTE)
+        self._are_marked = [MARKED.search(source) is not None for source in self._sources]
         self._tokens = tokenizer.special_tokens_map
 
     def render(self, example: ChatExample, *, add_generation_prompt: bool = False) -> str:
         """Render messages and tools as text. ``add_generation_prompt`` adds the generation prompt."""
         return self._render(example, add_generation_prompt=add_generation_prompt)[0]
 
-    def _source(self, example: ChatExample) -> str:
-        """Return the template for a conversation. Some tokenizers have another one for tools."""
-        return self._sources[bool(example.tools)]
-
     def _render(
         self, example: ChatExample, *, add_generation_prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        source, messages = self._source(example), example.messages
+        source, messages = self._sources[bool(example.tools)], example.messages
         has_calls = any("tool_calls" in message for message in messages)
         for conversation in (messages, _with_texts_of_calls(messages))[: 1 + has_calls]:
             try:
@@ -135,10 +133,10 @@ class ChatTemplate:
         raise rejected
 
     def check_calls(self, example: ChatExample, text: str) -> None:
-        """Check that the text of a conversation has all calls, and what is said with them. Some templates write one.
+        """Check that the text of a conversation has all calls, and the content of their messages. Not all templates do.
 
         Raises:
-            DataError: the text is the same without a call, or without the content beside it.
+            DataError: the text is the same without a call, or without the content of its message.
         """
         for i, message in enumerate(example.messages):
             calls: Any = message.get("tool_calls", [])
@@ -148,11 +146,11 @@ class ChatTemplate:
             bare = {key: value for key, value in message.items() if key != "tool_calls"}
             without = {"a call": bare | ({"tool_calls": calls[:-1]} if len(calls) > 1 else {})}
             if content:
-                without["the content beside a call"] = {key: message[key] for key in message if key != "content"}
+                without["the content next to a call"] = {key: message[key] for key in message if key != "content"}
             for what, other in without.items():
                 messages = [*example.messages[:i], other, *example.messages[i + 1 :]]
                 if self._renders_as(replace(example, messages=messages), text):
-                    hint = "write it as a message of its own, or use another template"
+                    hint = "write it as a separate message, or use another template"
                     raise DataError(f"the chat template leaves out {what} in message {i + 1}", hint=hint)
 
     def _renders_as(self, example: ChatExample, text: str) -> bool:
@@ -180,7 +178,7 @@ class ChatTemplate:
             why = " to learn: weight and train leave out all of them" if asked else ": no message is the assistant's"
             raise DataError(f"the conversation has no answer{why}")
         learned = learned[-1:] if last else learned
-        if MARKED.search(self._source(example)):
+        if self._are_marked[bool(example.tools)]:
             text, pieces = self._render(example, marks=True)
             marked = pieces[:1]
             for begin, end in pieces[1:]:

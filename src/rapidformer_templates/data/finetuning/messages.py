@@ -120,7 +120,7 @@ def read_tools(value: object) -> Tools | None:
         value: a list of JSON schemas, or the same as a JSON text. A schema may be the function alone.
 
     Raises:
-        DataError: a tool is no such schema.
+        DataError: a tool is not such a schema.
     """
     tools = _without_none(value) if isinstance(value, list) else _from_json(value, "the list of tools")
     tools = tools if isinstance(tools, list) else [tools] if tools else []
@@ -132,7 +132,7 @@ def _with_function(value: object, what: str, form: str) -> dict[str, Any]:
     """Return a tool or a call with its function inside, where some files have the function alone.
 
     Args:
-        form: the keys of the function beside its name, for the error message.
+        form: the keys of the function after its name, for the error message.
 
     Raises:
         DataError: there is no function, or it has no name.
@@ -227,7 +227,7 @@ def table_row(row: Row, *, is_filled: bool = False) -> Row:
     So parts are joined to a text, and calls and tools become JSON texts.
 
     Args:
-        is_filled: the row comes from a table, where None stands for keys that only other rows have. Otherwise it is a
+        is_filled: the row comes from a table, where None marks keys that only other rows have. Otherwise it is a
             value, such as that of an argument.
 
     Raises:

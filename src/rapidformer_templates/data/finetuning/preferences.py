@@ -49,7 +49,7 @@ LabelledAnswer = tuple[Answer, bool]
 
 
 class PromptColumns(NamedTuple):
-    """The columns beside the answers.
+    """The columns of a row other than the answers.
 
     Attributes:
         prompt: None if the answers contain the prompt.

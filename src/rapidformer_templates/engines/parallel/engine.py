@@ -53,7 +53,8 @@ class ParallelEngine(SingleEngine):
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
         tied = open_groups_of_stages(self.assembly, self.workers)
-        self._sync_initial_weights(tied)
+        send_from_first_stage(self.assembly, tied)
+        self._broadcast_from_first_replica(chain(model.parameters(), model.buffers()))
         persistent = model.state_dict(keep_vars=True)
         self._kept_buffers = [buffer for name, buffer in model.named_buffers() if name in persistent]
         placement, trained = self.assembly.placement, []
@@ -86,11 +87,6 @@ class ParallelEngine(SingleEngine):
         shards, units = sharding.model_shards(self.assembly, self.workers), self._sharded_gradients.units
         self._updated_shards = {unit.values: _shard_of_unit(unit, shards[unit.of.name]) for unit in units}
         self._updates_in_chunks = updates_in_chunks(_path_of(type(self.optimizer)))
-
-    def _sync_initial_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
-        """Broadcast initial weights from the first replica, and from the first stage for copies in several stages."""
-        send_from_first_stage(self.assembly, tied)
-        self._broadcast_from_first_replica(chain(self.model.parameters(), self.model.buffers()))
 
     def _broadcast_from_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:

@@ -15,8 +15,8 @@ from rapidformer_templates.switches.auto_strategy.results import Memory
 from rapidformer_templates.switches.auto_strategy.stage_memory import (
     MemorySnapshot,
     Stage,
+    kind_of_stage,
     peak_stage_candidates,
-    stage_of,
 )
 from rapidformer_templates.switches.auto_strategy.state_bytes import Formula, StateBytes
 from rapidformer_templates.switches.auto_strategy.trace import Phase
@@ -79,7 +79,7 @@ def states_by_worker(
     """
     if setting.by_parallel_engine(layout):
         return [
-            stage_of(model, layout, stage, setting, peer).states(replica)
+            kind_of_stage(layout)(model, layout, stage, setting, peer).states(replica)
             for stage in range(layout.pipeline)
             for replica in range(layout.replicas)
             for peer in range(layout.tensor)

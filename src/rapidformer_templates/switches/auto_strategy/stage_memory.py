@@ -13,7 +13,7 @@ from rapidformer_templates.planning.optimizer_states import BF16, FP32, Paramete
 from rapidformer_templates.planning.plan import shards_of_experts
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes, rows_of_workers
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes, in_parts, rows_of_worker
 from rapidformer_templates.switches.auto_strategy.trace import Pass, PhaseSegment, StagePart, largest_passes
 
 
@@ -41,7 +41,7 @@ def peak_stage_candidates(model: ModelShapes, layout: Layout, setting: MemoryOpt
 
 @lru_cache(maxsize=4096)  # layouts that differ in their batches have equal stages
 def _peak_stage_candidates(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> list[Stage]:
-    stages = [stage_of(model, layout, rank, setting) for rank in range(layout.pipeline)]
+    stages = [kind_of_stage(layout)(model, layout, rank, setting) for rank in range(layout.pipeline)]
     middle = {stage.blocks: stage for stage in reversed(stages[1:-1])}
     return [stages[0], *middle.values(), *stages[1:][-1:]]
 
@@ -51,20 +51,12 @@ def stage_of_blocks(
     model: ModelShapes, layout: Layout, rank: int, setting: MemoryOptions, blocks: tuple[int, int]
 ) -> Stage:
     """Return a stage with other blocks than the layout has. ``layout`` has no batch sizes, see ``of_states``."""
-    return stage_of(model, layout, rank, setting, blocks=blocks)
+    return kind_of_stage(layout)(model, layout, rank, setting, blocks=blocks)
 
 
-def stage_of(
-    model: ModelShapes,
-    layout: Layout,
-    rank: int,
-    setting: MemoryOptions,
-    peer: int = 0,
-    blocks: tuple[int, int] | None = None,
-) -> Stage:
-    """Return a stage with the rules of the engine that trains the layout. See :class:`Stage` for the arguments."""
-    kind = ShardedStage if layout.shards_stages else Stage
-    return kind(model, layout, rank, setting, peer, blocks)
+def kind_of_stage(layout: Layout) -> type[Stage]:
+    """Return the class with the rules of the engine that trains a layout."""
+    return ShardedStage if layout.shards_stages else Stage
 
 
 @lru_cache(maxsize=4096)  # layouts that partition their states differently have equal parts
@@ -496,10 +488,14 @@ class ShardedStage(Stage):
     """
 
     def _states_of(self, replica: int) -> StateBytes:
-        rank = replica % self.layout.shares
-        (states,) = self._rows_of(list(self.parameters.values()), [rank])
-        (frozen,) = self._rows_of(self.model.stage_frozen(self.coordinates), [rank])
-        return states.with_frozen(frozen)
+        over = self.layout.experts
+        shards = shards_of_experts(self.layout.replicas, self.layout.shares, over)
+        states, frozen = (
+            rows_of_worker(parameters, replica, self.layout.shares, over=over, shards=shards)
+            for parameters in (self.parameters.values(), self.model.stage_frozen(self.coordinates))
+        )
+        (trained,), (others,) = (in_parts([rows], self.setting.how) for rows in (states, frozen))
+        return trained.with_frozen(others)
 
     @cached_property
     def least_states(self) -> StateBytes:
@@ -508,17 +504,6 @@ class ShardedStage(Stage):
     @cached_property
     def largest_replica(self) -> int:
         return 0
-
-    def _rows_of(self, parameters: Sequence[ParameterShape], ranks: Sequence[int]) -> list[StateBytes]:
-        over = self.layout.experts
-        return rows_of_workers(
-            parameters,
-            self.layout.shares,
-            self.setting.how,
-            over=over,
-            shards=shards_of_experts(self.layout.replicas, self.layout.shares, over),
-            ranks=ranks,
-        )
 
     def moments(self, parts: Sequence[StagePart], accumulation: int) -> list[MemorySnapshot]:
         width = BF16 if self.setting.precision != "fp32" else FP32

@@ -165,7 +165,7 @@ def divided_in_rows(
     Args:
         ranks: number of workers to return. The first one has the largest parts.
     """
-    return _in_parts([[_part(p, rank, workers) for p in parameters] for rank in range(ranks or workers)], how)
+    return in_parts([[_part(p, rank, workers) for p in parameters] for rank in range(ranks or workers)], how)
 
 
 def divided_in_rows_beside_experts(
@@ -180,26 +180,25 @@ def divided_in_rows_beside_experts(
 ) -> OfWorkers:
     """FSDP with expert parallelism: ``shards`` workers divide each expert among them. For ``ranks`` see above."""
     own = [parameter.among(over) for parameter in parameters]
-    return rows_of_workers(own, workers, how, over=over, shards=shards, ranks=range(ranks or workers))
+    every = range(ranks or workers)
+    return in_parts([rows_of_worker(own, rank, workers, over=over, shards=shards) for rank in every], how)
 
 
-def rows_of_workers(
-    parameters: Shapes, workers: int, how: StateOptions, *, over: int, shards: int, ranks: Iterable[int]
-) -> OfWorkers:
-    """Divide parameters in rows. The experts among them are those of one of the ``over`` workers that divide them."""
-    parts: list[list[ParameterShape]] = []
-    for rank in ranks:
-        parts.append([])
-        for parameter in parameters:
-            if parameter.is_expert and over > 1:  # neighbours have different experts
-                dim = expert_shard_dim(parameter.shape, shards)
-                parts[-1].append(_part(parameter, rank // over % shards, shards, dim))
-            else:
-                parts[-1].append(_part(parameter, rank, workers))
-    return _in_parts(parts, how)
+def rows_of_worker(
+    parameters: Iterable[ParameterShape], rank: int, workers: int, *, over: int, shards: int
+) -> list[ParameterShape]:
+    """Return a worker's rows of parameters. The experts are those of one of the ``over`` workers that divide them."""
+    rows = []
+    for parameter in parameters:
+        if parameter.is_expert and over > 1:  # neighbours have different experts
+            dim = expert_shard_dim(parameter.shape, shards)
+            rows.append(_part(parameter, rank // over % shards, shards, dim))
+        else:
+            rows.append(_part(parameter, rank % workers, workers))
+    return rows
 
 
-def _in_parts(parts: Sequence[Shapes], how: StateOptions) -> list[StateBytes]:
+def in_parts(parts: Sequence[Shapes], how: StateOptions) -> list[StateBytes]:
     """``parts`` lists each rank's parameters. All workers allocate as much memory for them as the first one."""
     whole = _whole(parts[0])
     return [StateBytes(*whole, how.optimizer.bytes_of(of_rank)) for of_rank in parts]
