@@ -37,6 +37,7 @@ NOT_RUN = {
     r".*wandb": "needs an account: tests/run/test_trackers.py",
     r"rapidformer data merge": "joins sets that other machines have made: tests/commands/test_data.py",
     r".*_8bit": "needs torchao: tests/switches/optimizer/test_updates.py",
+    r".*--fp8-recipe": "needs torchao: tests/switches/fp8",
 }
 """Commands that are not run here, by their beginning, with the reason."""
 

@@ -144,7 +144,6 @@ OPTIONAL = {
     "flash_attention": "flash-attention",
     "torch_compile": "torch-compile",
     "fp8": "fp8-products",
-    "distributed_optimizer.py": "distributed-optimizer",
     "frozen_parameters.py": "frozen-parameters",
     "tf32.py": "tf32",
 }

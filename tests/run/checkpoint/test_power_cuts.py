@@ -342,11 +342,12 @@ def test_every_state_of_a_run_can_be_continued(run: tuple[str, str], tmp_path: P
     assert judged.faults == []
     assert len(judged.kinds) > 10
     for kind, state in judged.kinds.items():
-        write_tree(below(state.tree, RUN), tmp_path / "state")
-        fit(tmp_path / "state", run[0])
-        different = [name for name, value in outcome(tmp_path / "state").items() if expected.get(name) != value]
+        folder = tmp_path / "state" / RUN
+        write_tree(below(state.tree, RUN), folder)
+        fit(folder, run[0])
+        different = [name for name, value in outcome(folder).items() if expected.get(name) != value]
         assert different == [], kind
-        shutil.rmtree(tmp_path / "state")
+        shutil.rmtree(folder)
 
 
 def _train_recorded(workers: Any, folder: str, flags: str) -> None:
