@@ -187,7 +187,7 @@ OFFERED = {
     "rapidformer plan --tf32 --device ": {"auto", "cpu", "cuda", "xpu", "mps", "npu"},
     "rapidformer plan --local-world": {"--local-world-size"},
     "rapidformer data preprocess --tokenizer-backend g": {"gigatoken"},
-    "rapidformer new ": {"finetuner", "pretrainer", "trainer", "examples"},
+    "rapidformer new ": {"finetuner", "pretrainer", "trainer", "recipe", "examples"},
     "rapidformer new trainer job": {"job.yaml"},
     "rapidformer --config j": {"job.yaml"},
     "rapidformer --data-dir ": {"tweets"},

@@ -90,6 +90,9 @@ FLAG = r"(?<![\w-])--[a-z][a-z0-9_-]*"
 IN_CODE = {  # flags of other programs that only code and examples name, and beginnings of flags
     "deepspeed": ["--master", "--port", "--worker"],
     "git": ["--abbrev", "--always", "--dirty", "--exclude", "--name-only"],
+    "lm_eval": ["--batch_size", "--limit", "--model", "--model_args", "--output_path", "--tasks"],
+    "accelerate": ["--num_processes"],
+    "llama.cpp": ["--outfile", "--outtype"],
     "nvidia-smi": ["--format", "--query-gpu"],
     "pip": ["--no-build-isolation"],
     "slurm": [
@@ -100,7 +103,7 @@ IN_CODE = {  # flags of other programs that only code and examples name, and beg
     "vllm": ["--enable-lora", "--lora-modules"],
     "examples": ["--words"],
     "beginnings": ["--adam-", "--no-", "--oss", "--zero", "--zero-", "--zero-1-", "--zero-3-"],
-    "other spellings": ["--micro_batch_size"],
+    "other spellings": ["--micro_batch_size", "--trust_remote_code"],
 }  # fmt: skip
 
 
@@ -320,6 +323,7 @@ ELSEWHERE = {
     r"python (focal|slow_embeddings|odd_ones).py": "tests/docs/test_examples.py",
     r"python my_task.py": "tests/commands/test_demo.py",
     r"rapidformer evaluate ": "tests/commands/test_evaluate.py",
+    r"PATH=\$PATH:llama.cpp": "needs llama.cpp; tests/commands/test_gguf.py",
     r"rapidformer predict ": "tests/commands/test_predict.py",
     r"rapidformer chat ": "tests/commands/test_chat.py",
     r"rapidformer data inspect --task": "tests/commands/test_inspect_samples.py",

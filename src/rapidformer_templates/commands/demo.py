@@ -169,35 +169,50 @@ def new_main(argv: Sequence[str]) -> int:
         argv: words after ``rapidformer new``.
 
     Raises:
-        ConfigError: the file exists already, or its name does not end in .py.
+        ConfigError: the file exists already, its name does not end in .py, or there is no such recipe.
     """
     options = new_parser().parse_args(dashed(argv))
-    target = Path(options.file)
+    source, target = _source(options.kind, options.names)
     if target.exists():
         raise ConfigError(f"{target} already exists and is left unchanged", where="FILE", hint="give another name")
-    if options.kind == "examples":
+    if source.is_dir():
         with writing(target), new_folder(target) as folder:
             left_out = shutil.ignore_patterns("__pycache__", ".*", "runs")
-            shutil.copytree(EXAMPLES, folder, ignore=left_out, dirs_exist_ok=True)
+            shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True)
         print(f"wrote {', '.join(sorted(str(file) for file in target.rglob('*') if file.is_file()))}")
         return 0
     if target.suffix != ".py":
         message = f"{target} is not a name of a Python script"
-        raise ConfigError(message, where="FILE", hint=f"rapidformer new {options.kind} {target}.py")
-    text = (EXAMPLES / "new" / f"{options.kind}.py").read_text(encoding="utf-8")
-    command = shlex.quote(str(target))
-    named = re.sub(rf"{STEM}(\.py)?", lambda match: command if match[1] else target.stem, text)
+        raise ConfigError(message, where="FILE", hint=f"rapidformer new {' '.join(argv)}.py")
+    command, name = shlex.quote(str(target)), source.stem if options.kind == "recipe" else STEM
+    text = re.sub(rf"\b{name}\.py", lambda match: command, source.read_text(encoding="utf-8"))
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, named)
+        write_text(target, text.replace(f"runs/{name}", f"runs/{target.stem}"))
     print(f"wrote {target}; run it with: python {command}")
     return 0
+
+
+def _source(kind: str, names: Sequence[str]) -> tuple[Path, Path]:
+    """Return (example, what to write). The file of a recipe has the name of the recipe if none is given."""
+    if kind != "recipe":
+        if len(names) > 1:
+            raise ConfigError(f"one file is written, and not {len(names)}", where="FILE", hint="give one name")
+        return EXAMPLES if kind == "examples" else EXAMPLES / "new" / f"{kind}.py", Path(names[0])
+    source = EXAMPLES / "recipes" / f"{names[0]}.py"
+    if not source.is_file() or len(names) > 2:
+        there = ", ".join(sorted(path.stem for path in source.parent.glob("*.py")))
+        message = f"{' '.join(names)} is not a recipe and a file"
+        raise ConfigError(message, where="recipe NAME FILE", hint=f"the recipes are {there}")
+    return source, Path(names[-1] if len(names) > 1 else source.name)
 
 
 def new_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer new``."""
     about = "Write a script to start from, which runs unchanged, or the examples."
     parser = CommandParser(prog="rapidformer new", description=about)
-    parser.add_argument("kind", choices=("finetuner", "pretrainer", "trainer", "examples"), help="what to write")
-    parser.add_argument("file", metavar="FILE", help="path of the new script, or of the new folder for examples")
+    kinds = ("finetuner", "pretrainer", "trainer", "recipe", "examples")
+    parser.add_argument("kind", choices=kinds, help="what to write")
+    text = "path of the new script, or of the new folder for examples. For a recipe: its name, and a path if you want"
+    parser.add_argument("names", nargs="+", metavar="FILE", help=f"{text} another one")
     return parser

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rapidformer_templates.commands import saved_model
+from rapidformer_templates.commands.lm_eval import evaluate_tasks
 from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.data.finetuning.locating import flags_of_sets, locate, locate_part
 from rapidformer_templates.errors import ConfigError, MistakeCollector
@@ -41,6 +42,7 @@ class EvaluateFlags:
         None, "part of the named data, or of the run's own (default: validation, or the only one)"
     )
     json: bool = flag(False, "print the metrics as JSON")
+    lm_eval: str | None = flag(None, "tasks of lm-eval to run instead, separated by commas", metavar="TASKS")
 
 
 WITHIN = {"data_name": "data_dir", "split": "data_path"}
@@ -77,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         RapidformerError: the model, the data or a flag cannot be used.
     """
     saved, values = saved_model.words_of_saved(build_parser(), argv, OPTIONS)
+    if values.get("lm_eval"):
+        return evaluate_tasks(saved, values)
     script: str | None = values.pop("user_script", None)
     part: str | None = values.pop("part", None)
     as_json: bool = values.pop("json", False)

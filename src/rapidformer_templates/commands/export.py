@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from rapidformer_templates.commands.gguf import TYPES, find_converter, write_gguf
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.models.model_files import CONVERTED
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed
@@ -29,7 +30,7 @@ WRITTEN = (
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
     "adapter_base.json", BESIDE_ADAPTERS, "config.json", "generation_config.json", ADAPTERS,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model",
-    "sentencepiece.bpe.model", CARD,
+    "sentencepiece.bpe.model", "model-*.gguf", CARD,
 )  # fmt: skip
 """Files that transformers, peft and tokenizers write for a model. ``--overwrite`` replaces only these."""
 
@@ -43,34 +44,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: there is nothing to export, or the output exists already.
         CheckpointError: the checkpoint is incomplete.
+        ModelError: llama.cpp's converter does not know the model.
     """
     options = build_parser().parse_args(dashed(sys.argv[1:] if argv is None else argv))
     run = RunFolder(options.run)
     if not run.path.exists():
         raise ConfigError(f"{run.path} does not exist", where="RUN", hint="name the --save folder of a run")
-    adapters = next((f for f in (run.export, run.path) if (f / ADAPTERS).is_file()), None)
     if options.base and not options.merge:
         message = "only --merge reads the base of adapters"
         raise ConfigError(message, where="--base", hint="add --merge, or leave it out")
-    if options.step is None and options.merge and adapters:
-        output = _output(options, adapters.with_name("merged"), reads=adapters)
-        _merge(adapters, output, options.base)
-    elif options.step is None and run.export.is_dir() and not options.output:
-        if options.merge:
-            message = f"{run.path} holds no adapters"
-            raise ConfigError(message, where="RUN", hint=f"a whole model is in its {run.export.name}/")
-        if adapters:
-            message = f"{adapters} already holds the adapters, as peft reads them"
-            raise ConfigError(message, hint="--merge writes the whole model")
-        steps = ", ".join(map(str, _steps(run))) or "none is kept"
-        hint = f"--step N exports another checkpoint: {steps}"
-        raise ConfigError(f"{run.export} already holds the model", where="RUN", hint=hint)
-    else:
-        output = _export(run, options)
-    print(f"wrote {output}")
+    converter = find_converter() if options.gguf else None
+    output = _written(run, options)
+    print(f"wrote {write_gguf(converter, output, options.gguf) if converter else output}")
     if (line := serving_line(output)) is not None:
         print(line)
     return 0
+
+
+def _written(run: RunFolder, options: argparse.Namespace) -> Path:
+    """Write what is missing, and return its folder: an export, a merged model, or for ``--gguf`` the existing export.
+
+    Raises:
+        ConfigError: there is nothing to write.
+    """
+    adapters = next((f for f in (run.export, run.path) if (f / ADAPTERS).is_file()), None)
+    if options.gguf and not options.merge and (adapters or (run.model / ADAPTERS).is_file()):
+        raise ConfigError(f"{run.path} holds adapters", where="--gguf", hint="add --merge: it needs the whole model")
+    if options.step is not None or (options.output and not (options.merge and adapters)):
+        return _export(run, options)
+    if options.merge and adapters:
+        output = _output(options, adapters.with_name("merged"), reads=adapters)
+        _merge(adapters, output, options.base)
+        return output
+    if not run.export.is_dir():
+        return _export(run, options)
+    if options.merge:
+        message = f"{run.path} holds no adapters"
+        raise ConfigError(message, where="RUN", hint=f"a whole model is in its {run.export.name}/")
+    if options.gguf:
+        return run.export
+    if adapters:
+        message = f"{adapters} already holds the adapters, as peft reads them"
+        raise ConfigError(message, hint="--merge writes the whole model")
+    steps = ", ".join(map(str, _steps(run))) or "none is kept"
+    hint = f"--step N exports another checkpoint: {steps}"
+    raise ConfigError(f"{run.export} already holds the model", where="RUN", hint=hint)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -88,6 +106,8 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--merge", action="store_true", help="add adapters to the weights of their base")
     text = "with --merge: folder of the base (default: the one that the adapters name)"
     what.add_argument("--base", metavar="FOLDER", help=text)
+    text = "also write the model as one file for llama.cpp, with weights of this type. Needs llama.cpp's converter"
+    what.add_argument("--gguf", choices=TYPES, help=text)
     where = parser.add_argument_group("where to")
     text = "folder to write (default: RUN/export, with --merge RUN/merged; and -step-N)"
     where.add_argument("--output", metavar="FOLDER", help=text)
@@ -102,11 +122,15 @@ def serving_line(export: Path) -> str | None:
     kind = (config.get("architectures") or [""])[0]
     if not kind.endswith(TASKS["causal_lm"].model_classes) or str(config["model_type"]).startswith(CONVERTED):
         return None
-    adapters, served = export / ADAPTERS, [str(export)]
-    if adapters.is_file():
-        base = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or "BASE"
-        served = [base, "--enable-lora", "--lora-modules", f"adapters={export}"]
+    served = [str(export)]
+    if (export / ADAPTERS).is_file():
+        served = [base_named_in(export), "--enable-lora", "--lora-modules", f"adapters={export}"]
     return f"serve it with vLLM: {shlex.join(['vllm', 'serve', *served])}"
+
+
+def base_named_in(adapters: Path) -> str:
+    """Return the base that a folder of adapters names, or ``BASE`` if it names none."""
+    return json.loads((adapters / ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path") or "BASE"
 
 
 def _export(run: RunFolder, options: argparse.Namespace) -> Path:

@@ -1,0 +1,96 @@
+"""``rapidformer export --gguf`` on a converter that writes with the gguf package, as llama.cpp's own does."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates import Trainer
+from rapidformer_templates.commands.main import main
+from tests.support.messages import Says
+from tests.support.preference_runs import make
+
+CONVERTER = """#!/usr/bin/env python3
+import argparse, sys
+from gguf import GGUFWriter
+from safetensors.numpy import load_file
+from transformers import AutoTokenizer
+
+parser = argparse.ArgumentParser()
+for name in ("model", "--outfile", "--outtype"):
+    parser.add_argument(name)
+options = parser.parse_args()
+FAILURE
+tokenizer = AutoTokenizer.from_pretrained(options.model)
+writer = GGUFWriter(options.outfile, "gpt2")
+writer.add_token_list(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+writer.add_eos_token_id(tokenizer.eos_token_id)
+CHANGE
+for name, weight in load_file(options.model + "/model.safetensors").items():
+    writer.add_tensor(name, weight)
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
+"""
+TEMPLATE = "writer.add_chat_template(tokenizer.chat_template)"
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Return a function that puts a converter on PATH."""
+
+    def put(failure: str = "", change: str = TEMPLATE) -> None:
+        file = tmp_path / "llama.cpp" / "convert_hf_to_gguf.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(CONVERTER.replace("FAILURE", failure).replace("CHANGE", change))
+        file.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return put
+
+
+@pytest.fixture
+def run(tmp_path: Path, gpt_folder: Path) -> Path:
+    given = make(tmp_path / "data", gpt_folder, [{"text": "the cat sat"}] * 5)
+    given.remove("--no-export-model")
+    (tmp_path / "data/model/chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    Trainer(["--task", "causal_lm", "--micro-batch-size", "2", *given, "--save", str(tmp_path / "run")]).fit()
+    return tmp_path / "run"
+
+
+def test_what_is_missing_is_told(run: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    says.command(f"export {run} --gguf q8_0")
+    says.command(f"export {run} --gguf q4_k")
+
+
+def test_the_file_is_compared_with_the_export(run: Path, install: Install, says: Says) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs gguf: make test-optional")
+    install()
+    assert main(["export", str(run), "--gguf", "f32"]) == 0
+    reader = gguf.GGUFReader(run / "export/model-f32.gguf")
+    assert reader.fields["tokenizer.chat_template"].contents() == (run / "export/chat_template.jinja").read_text()
+    (run / "export/model-f32.gguf").unlink()
+    before = sorted(run.rglob("*"))
+    for failure, change in (
+        ("sys.exit('NotImplementedError: BPE pre-tokenizer was not recognized')", TEMPLATE),
+        ("", ""),
+        ("", "writer.add_eos_token_id(5)" + "; " + TEMPLATE),
+    ):
+        install(failure, change)
+        says.command(f"export {run} --gguf f32")
+    assert sorted(run.rglob("*")) == before
+    install()
+    assert main(["export", str(run), "--gguf", "bf16", "--step", "3"]) == 0
+    assert (run / "export-step-3/model-bf16.gguf").is_file()
+
+
+def test_adapters_are_merged_first(run: Path, install: Install, says: Says) -> None:
+    pytest.importorskip("gguf", reason="needs gguf: make test-optional")
+    install()
+    (run / "export/adapter_config.json").write_text("{}")
+    says.command(f"export {run} --gguf f32")
