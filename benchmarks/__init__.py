@@ -1,1 +1,1 @@
-"""Compare this library with its peers: ``python -m benchmarks NAME``. docs/benchmarks.md explains each benchmark."""
+"""Compare this library with its peers: ``python -m benchmarks NAME``. benchmarks/README.md explains each one."""

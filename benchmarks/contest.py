@@ -1,7 +1,7 @@
 """Compare ways to do the same work by letting them take turns, and describe the answer to a benchmark question.
 
 The ways take turns so that a busy moment of the machine hits all of them, and they are compared turn by turn. A way is
-a function that does its next piece of work. :mod:`benchmarks.turns` turns a whole training loop into such a function.
+a function that does its next piece of work. :mod:`benchmarks.workers` turns a whole training loop into such a function.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from rapidformer_templates.commands.main import main as rapidformer  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
+RESULTS = ROOT / "benchmarks" / "results"
 WIDTH = 100  # columns of a terminal. Longer lines are wrapped
 
 TERMINAL = {
@@ -47,9 +48,9 @@ TERMINAL = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A bar chart of a table in docs/benchmarks*.md: its section, its column, and the texts of the picture."""
+    """A bar chart of a table in benchmarks/results/: its benchmark, its column, and the texts of the picture."""
 
-    section: str
+    benchmark: str
     column: str
     title: str
     ours: str = "rapidformer_templates"
@@ -107,21 +108,21 @@ def _coloured(answer: str) -> Text:
     return text
 
 
-def rows(chart: Chart, page: str) -> list[tuple[str, float]]:
-    """Return the labels and values of a chart, read from the page."""
-    section = page.split(f"\n## {chart.section}\n", 1)[1].split("\n## ", 1)[0]
-    for header, *body in _tables(section):
+def rows(chart: Chart) -> list[tuple[str, float]]:
+    """Return the labels and values of a chart."""
+    for header, *body in _tables(chart.benchmark):
         if chart.column in header:
             column = header.index(chart.column)
             cells = [(row[0], _number(row[column])) for row in body]
             return [(label, value) for label, value in cells if value is not None]
-    raise ValueError(f"no column '{chart.column}' in section {chart.section}")
+    raise ValueError(f"no column '{chart.column}' in the results of {chart.benchmark}")
 
 
-def _tables(section: str) -> Iterator[list[list[str]]]:
-    for block in re.findall(r"(?:^\|.*\n?)+", section, flags=re.M):
-        lines = [[cell.strip(" *`") for cell in line.strip("|").split("|")] for line in block.splitlines()]
-        yield [line for line in lines if not set("".join(line)) <= set("-: ")]
+def _tables(benchmark: str) -> Iterator[list[list[str]]]:
+    """Yield the tables of a results file, each with its header."""
+    document = json.loads((RESULTS / f"{benchmark}.json").read_text(encoding="utf-8"))
+    for table in document["tables"].values():
+        yield [table["columns"], *table["rows"]]
 
 
 def _number(cell: str) -> float | None:
@@ -148,9 +149,9 @@ def drawn(width: float, height: float) -> Iterator[tuple[Any, io.StringIO]]:
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def bars(chart: Chart, page: str) -> str:
+def bars(chart: Chart) -> str:
     """Return the chart as an SVG with its own background, so that it is readable on a light and on a dark page."""
-    labels, values = zip(*[(label.replace("`", ""), value) for label, value in rows(chart, page)], strict=True)
+    labels, values = zip(*rows(chart), strict=True)
     with drawn(8.6, 0.9 + 0.38 * len(labels)) as (figure, out):
         axes = figure.subplots()
         own = [re.search(chart.ours, label) for label in labels]
@@ -280,9 +281,9 @@ KINDS = {"experts": "experts", "context": "context", "zero": "ZeRO", "fsdp": "FS
 """Kinds of layouts by a word in their name. The first one that fits counts."""
 
 
-def planner(page: str) -> str:
+def planner() -> str:
     """Return the errors of predicted peaks by the kind of layout, from the table of all layouts."""
-    table = next(_tables(page.split("\n## planner\n", 1)[1]))
+    table = next(_tables("planner"))
     columns = {"rules": ("error", "#3f51b5", -0.12), "the engine itself": ("engine", "#c77700", 0.12)}
     names = [*KINDS.values(), "tensor, pipeline, replicas", "one process"]
     with drawn(8.6, 0.9 + 0.42 * len(names)) as (figure, out):
@@ -324,10 +325,9 @@ def pictures() -> Iterator[tuple[str, str]]:
     for name, command in TERMINAL.items():
         yield f"{name}.svg", terminal(command)
     yield "parity.svg", parity()
-    yield "planner.svg", planner((ROOT / "docs" / "benchmarks-planner.md").read_text(encoding="utf-8"))
-    page = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("benchmarks*.md")))
+    yield "planner.svg", planner()
     for chart in CHARTS:
-        yield f"{chart.section}.svg", bars(chart, page)
+        yield f"{chart.benchmark}.svg", bars(chart)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import QUESTIONS
 from benchmarks.__main__ import build_parser as evidence_parser
 from rapidformer_templates.commands.bench.cli import build_parser as bench_parser
 from rapidformer_templates.commands.completion import whole_parser
@@ -253,6 +254,21 @@ def test_the_call_is_the_command(words: Sequence[str]) -> None:
         values["nproc_per_node"] = ast.literal_eval(word.value)
     called = parse([], switch_options(), in_code={name: (value, "a cell") for name, value in values.items()})
     assert _given(called) == _given(parse(words, switch_options()))
+
+
+def test_figures_of_benchmarks_are_in_their_results() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    files = sorted((ROOT / "benchmarks/results").glob("*.json"))
+    figure = r"\d[\d,]*(?:\.\d+)?"
+    known = set(re.findall(figure, "".join(file.read_text(encoding="utf-8") for file in files)))
+    rows = re.sub(r"`[^`]*`|\]\([^)]*\)", "", "".join(line for line in page.splitlines(True) if line.startswith("|")))
+    shown = re.findall(figure, rows)
+    assert len(shown) > 250
+    assert [number for number in shown if number.rstrip(",") not in known] == []
+    again = "".join(re.findall(r"Measure again: [^.]*", " ".join(page.split())))
+    named = re.findall(r"`(?:python -m benchmarks )?([a-z-]+)", again)
+    assert len(named) > 20
+    assert {*named, *(file.stem for file in files)} <= set(QUESTIONS)
 
 
 LLAMA_70B = {
