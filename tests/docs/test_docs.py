@@ -260,7 +260,7 @@ LLAMA_70B = {
     "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
     "max_position_embeddings": 8192,
 }  # fmt: skip
-EXAMPLES = (ROOT / "docs/planner.md").read_text(encoding="utf-8").partition("### Examples")[2]
+EXAMPLES = (ROOT / "docs/planner.md").read_text(encoding="utf-8")
 LAYOUT = re.compile(r"(\d+) · (\d+) · (\d+), (\d+)(, full recomputation)?(, two stages per worker)?")
 
 
