@@ -285,7 +285,7 @@ def _memory_of(layout: re.Match[str], partitioning: str, found: list[dict[str, o
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("model", "words"), [("70 B", "h100-80gb"), ("22 B", "a100-80gb")])
+@pytest.mark.parametrize(("model", "words"), [("70 B", "FOLDER"), ("22 B", "a100-80gb")])
 def test_the_table_has_the_memory_that_the_command_predicts(
     model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
