@@ -1,6 +1,6 @@
 """Each loss compared with TRL's trainer, on the same batches: eight steps from the same weights.
 
-TRL is not a dependency. If it is installed (1.16 was used), ``pytest -s`` prints the table of docs/preferences.md.
+TRL is not a dependency. If it is installed (1.16 was used), ``pytest -s`` prints the losses of docs/preferences.md.
 """
 
 import importlib

@@ -136,7 +136,7 @@ def node(port: int, save: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.longer
 def test_two_nodes_train_as_one_process(tmp_path: Path) -> None:
-    """Killing a worker is only tested by hand (docs/many-machines.md), because torchrun waits 30 s for the others."""
+    """Killing a worker is only tested by hand (docs/launching.md), because torchrun waits 30 s for the others."""
     port = free_port()
     nodes = [node(port, tmp_path / "run") for _ in range(2)]
     try:

@@ -293,17 +293,6 @@ def test_mean_tokens_is_that_of_pairs_that_follow(no_mask: MaskTokens, tmp_path:
     assert pairs.mean_tokens == pytest.approx(np.mean(lengths))
 
 
-def test_the_example_of_the_documentation_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (Path(__file__).parents[3] / "docs/pretraining-objectives.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    exec(page.split("```python\n")[1].split("```")[0], {})
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert all(line.startswith("[CLS] ") and line.count("[SEP]") == 2 for line in lines)
-
-
 PAD = 0
 COLLATE = PadCollate({"input_ids": PAD, "token_type_ids": 0, "labels": IGNORED})
 SIZES = {

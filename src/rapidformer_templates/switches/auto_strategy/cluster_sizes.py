@@ -41,7 +41,7 @@ class ClusterSize:
     constraint: str | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Return the public JSON form. See docs/planner-answers.md."""
+        """Return the public JSON form. See docs/planner.md."""
         best = command.layout_to_json(self.best, self.training) if self.best and self.training else None
         return {"world_size": self.workers, "best": best, "constraint": self.constraint}
 

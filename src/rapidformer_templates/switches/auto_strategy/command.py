@@ -416,7 +416,7 @@ def components(timing: Timing) -> dict[str, float]:
 
 
 def compared_to_json(result: results.SearchResult, named: results.SearchResult) -> dict[str, object]:
-    """Return the public JSON form. See docs/planner-answers.md."""
+    """Return the public JSON form. See docs/planner.md."""
     if not result.layouts or not named.layouts:
         return {"flags": None, "constraint": closest_constraint(named), "differences": []}
     chosen = named.layouts[0]
