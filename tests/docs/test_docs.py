@@ -200,7 +200,7 @@ def test_lines_that_name_cuda_are_listed_with_a_reason() -> None:
 
 def test_each_engine_is_in_the_row_of_what_it_keeps() -> None:
     page = (ROOT / "docs/mixed-precision.md").read_text(encoding="utf-8")
-    found = {}
+    found: dict[str, str] = {}
     for line in page.splitlines():
         names, _, kept = line.removeprefix("| ").partition(" | ")
         if line.startswith("| `") and re.match(r"16 bits|fp32", kept):
