@@ -1,4 +1,4 @@
-"""Memory of a worker for long sequences with context parallelism, predicted and measured: docs/context-parallelism.md.
+"""Memory of a worker for long sequences with context parallelism, predicted and measured: docs/parallelism.md.
 
 It measures peaks of live storages on a CPU. So it measures bytes, but not times.
 """

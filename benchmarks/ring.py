@@ -1,4 +1,4 @@
-"""Time of attention over a divided sequence in a ring, with flash kernels and without: docs/context-parallelism.md."""
+"""Time of attention over a divided sequence in a ring, with flash kernels and without: docs/parallelism.md."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from rapidformer_templates.commands.catalogue import CompatibilityTable, compati
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import DOCUMENTS, OWN, REGISTRY, Registry, in_words, sources_of
-from rapidformer_templates.planning.switch import Rule, Switch, spell
+from rapidformer_templates.planning.switch import TEMPLATES, Rule, Switch, spell
 
 MARKS = ("<!-- made by make docs -->", "<!-- end of what is made -->")
 
@@ -69,7 +69,8 @@ def pages(registry: Registry, pairs: Pairs) -> Mapping[str, str]:
     details = [
         "# Switches in detail",
         MADE,
-        "The switches are in the [order of application](switches.md#catalogue-in-the-order-of-application).",
+        "The flags, packages, receipts and rules of each switch of the [catalogue](switches.md). Receipts are in "
+        "`summary.json`. `rapidformer explain RF006` explains a rule.",
         *(_section(switch) for switch in registry.switches),
     ]
     rules = [
@@ -157,30 +158,24 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _section(switch: Switch) -> str:
-    """Return the section of one switch: each flag with its help, then the facts about the switch."""
-    facts = [f"- `{spelling(f.name)}`: {f.metadata['help']}" for f in dataclasses.fields(switch.options)]
+    """Return the section of one switch: its flags, then what it needs, its receipts and its rules."""
+    fields = dataclasses.fields(switch.options)
+    facts = [f"- `{spelling(f.name)}`: {f.metadata['help']}" for f in fields]
     facts = facts or ["- computed from `--micro-batch-size` and `--global-batch-size`"]
     facts += [
         f"- `--{alias}` is the same as `{spelling(f.name)}{f' {value}' if value else ''}`"
-        for f in dataclasses.fields(switch.options)
+        for f in fields
         for alias, value in f.metadata["aliases"].items()
     ]
-    facts.append(
-        f"- precedence {switch.precedence.name}, templates {', '.join(switch.templates)}, "
-        f"source {in_words(switch.source)}"
-    )
-    if switch.claims:
-        facts.append(f"- takes over {', '.join(sorted(claim.value for claim in switch.claims))}")
+    if len(switch.templates) < len(TEMPLATES):
+        facts.append(f"- only in {', '.join(switch.templates)}")
     if switch.needs_package:
         facts.append(f"- needs `{switch.needs_package}`: {switch.install}")
-    for label, value in (("engine", switch.engine), ("transform", switch.transform)):
-        if value:
-            facts.append(f"- {label} `{value}`")
     if switch.receipt:
-        facts.append(f"- receipt in `summary.json`: {', '.join(f'`{name}`' for name in switch.receipt)}")
+        facts.append(f"- receipts: {', '.join(f'`{name}`' for name in switch.receipt)}")
     if switch.rules:
-        facts.append(f"- rules {', '.join(sorted(rule.code for rule in switch.rules))}")
-    return f"## {switch.name}\n\n{switch.summary}\n\n" + "\n".join(facts)
+        facts.append(f"- rules: {', '.join(sorted(rule.code for rule in switch.rules))}")
+    return f"## {switch.name}\n\n" + "\n".join(facts)
 
 
 if __name__ == "__main__":

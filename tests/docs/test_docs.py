@@ -185,24 +185,23 @@ def test_every_dependency_is_pinned() -> None:
 
 
 SOURCE = ROOT / "src/rapidformer_templates"
-LISTED = re.compile(r"^\| `([\w/]+\.py)` \| (\d+) \| \S.* \|$", re.MULTILINE)
+CUDA_LINES = tomllib.loads((ROOT / "tests/support/cuda_lines.toml").read_text(encoding="utf-8"))
 
 
 def test_lines_that_name_cuda_are_listed_with_a_reason() -> None:
-    table = (ROOT / "docs/devices.md").read_text(encoding="utf-8").partition("## Where `cuda` is named")[2]
-    listed = {name: int(count) for name, count in LISTED.findall(table)}
     named = {
         path.relative_to(SOURCE).as_posix(): sum("cuda" in line for line in path.read_text("utf-8").splitlines())
         for path in SOURCE.rglob("*.py")
         if "commands/examples" not in path.as_posix()
     }
     named.pop("system/accelerator.py")
-    assert listed == {name: count for name, count in named.items() if count}
+    assert {name: entry["lines"] for name, entry in CUDA_LINES.items()} == {name: n for name, n in named.items() if n}
+    assert all(entry["why"] for entry in CUDA_LINES.values())
 
 
 def test_each_engine_is_in_the_row_of_what_it_keeps() -> None:
     page = (ROOT / "docs/mixed-precision.md").read_text(encoding="utf-8")
-    found = {}
+    found: dict[str, str] = {}
     for line in page.splitlines():
         names, _, kept = line.removeprefix("| ").partition(" | ")
         if line.startswith("| `") and re.match(r"16 bits|fp32", kept):
