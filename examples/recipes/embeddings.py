@@ -30,7 +30,7 @@ from rapidformer_templates import Data, Trainer, flag
 Texts = list[Tensor]
 """The tokens of an anchor, of its positive, and of its hard negative if there is one."""
 
-WORDS, PADDING = 400, 0
+WORDS, PADDING = 1000, 0
 
 
 def made_pairs(count: int, seed: int) -> list[Texts]:
@@ -60,7 +60,7 @@ def mean_pooled(hidden: Tensor, mask: Tensor) -> Tensor:
 
 
 def contrastive(anchors: Tensor, candidates: Tensor, scale: float) -> Tensor:
-    """Return for each anchor the cross-entropy of finding its positive by cosine similarity (van den Oord et al., 2018).
+    """Return the cross-entropy of finding the positive of each anchor by cosine (InfoNCE, van den Oord et al., 2018).
 
     Args:
         anchors: (pairs, features).
@@ -87,7 +87,7 @@ class Embeddings(Trainer):
 
     def build_data(self) -> Data:
         if self.config.data.data_dir is None:
-            return Data(train=made_pairs(2048, seed=1), valid=made_pairs(256, seed=2), collate=collate)
+            return Data(train=made_pairs(2048, seed=1), valid=made_pairs(512, seed=2), collate=collate)
         self.tokenizer = AutoTokenizer.from_pretrained(self.config.model.pretrained_model_name_or_path)
         return Data(train=self.read("train"), valid=self.read("valid"), collate=collate)
 
@@ -102,7 +102,10 @@ class Embeddings(Trainer):
     def build_model(self) -> nn.Module:
         folder = self.config.model.pretrained_model_name_or_path
         if folder is not None:
-            return AutoModel.from_pretrained(folder, add_pooling_layer=False)
+            model = AutoModel.from_pretrained(folder)
+            if hasattr(model, "pooler"):
+                model.pooler = None  # the mean over the tokens replaces it
+            return model
         sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
         dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return BertModel(BertConfig(vocab_size=2 * WORDS + 1, **sizes, **dropouts), add_pooling_layer=False)
@@ -127,7 +130,9 @@ class Embeddings(Trainer):
         losses = [contrastive(anchors[:, :n], candidates[..., :n], self.flags.scale) for n in sizes]
         return torch.stack(losses).sum(), len(anchors)
 
-    def read_outputs(self, outputs: BaseModelOutput, batch: dict[str, Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def read_outputs(
+        self, outputs: BaseModelOutput, batch: dict[str, Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         texts = mean_pooled(outputs.last_hidden_state.cpu(), batch["attention_mask"])
         return list(texts[:, 0]), list(texts[:, 1])
 
@@ -144,6 +149,6 @@ class Embeddings(Trainer):
 
 if __name__ == "__main__":
     Embeddings.main(
-        epochs=8, lr=2e-3, micro_batch_size=32, metric_for_best="recall", metric_for_best_mode="max",
+        epochs=6, lr=2e-3, micro_batch_size=32, metric_for_best="recall", metric_for_best_mode="max",
         save="runs/embeddings",
     )  # fmt: skip

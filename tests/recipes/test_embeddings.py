@@ -63,7 +63,16 @@ def test_steps_are_those_of_sentence_transformers(sizes: tuple[int, ...], texts:
     library = pytest.importorskip("sentence_transformers", reason="needs pip install sentence-transformers")
     losses: Any = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     parts: Any = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
-    optimizer_flags = "--weight-decay 0 --clip-grad 0 --adam-epsilon 1e-3 --lr-decay-style constant".split()
+    optimizer_flags = [
+        "--weight-decay",
+        "0",
+        "--clip-grad",
+        "0",
+        "--adam-epsilon",
+        "1e-3",
+        "--lr-decay-style",
+        "constant",
+    ]
     given = ["--matryoshka", *map(str, sizes)] if sizes else []
     steps = ["--train-iters", str(STEPS), "--lr", "1e-3", "--micro-batch-size", "8", "--no-save", *optimizer_flags]
     job = Recorded([*texts, *steps, *given])
@@ -152,7 +161,7 @@ def test_micro_batches_mean_fewer_negatives(whole: parity.Trained, capsys: pytes
 
 @pytest.mark.longer
 def test_the_script_learns_to_find_translations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs without flags, and Sentence Transformers can load what it exports."""
+    """It runs without flags."""
     monkeypatch.chdir(tmp_path)
     with one_thread():
         assert run_script(FOLDER / "embeddings.py", "--device", "cpu") == 0
@@ -160,5 +169,6 @@ def test_the_script_learns_to_find_translations(tmp_path: Path, monkeypatch: pyt
         json.loads(line) for line in Path("runs/embeddings/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     recalls = [line["recall"] for line in lines if "recall" in line]
-    assert recalls[0] < 0.5
-    assert recalls[-1] > 0.9
+    assert recalls[-1] > 0.97
+    untrained = embeddings.Embeddings(no_save=True, device="cpu").evaluate()
+    assert untrained["recall"] < 0.2
