@@ -40,7 +40,7 @@ def made_model(width: int, layers: int, seed: int, spread: float = 0.02) -> nn.M
     """Make a tiny language model. A large ``spread`` of its weights makes it sure of its words."""
     sizes = GPT2Config(
         vocab_size=WORDS, n_positions=16, n_embd=width, n_layer=layers, n_head=4, initializer_range=spread,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

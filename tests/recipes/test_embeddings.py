@@ -63,16 +63,7 @@ def test_steps_are_those_of_sentence_transformers(sizes: tuple[int, ...], texts:
     library = pytest.importorskip("sentence_transformers", reason="needs pip install sentence-transformers")
     losses: Any = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     parts: Any = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
-    optimizer_flags = [
-        "--weight-decay",
-        "0",
-        "--clip-grad",
-        "0",
-        "--adam-epsilon",
-        "1e-3",
-        "--lr-decay-style",
-        "constant",
-    ]
+    optimizer_flags = f"--weight-decay 0 --clip-grad 0 --adam-epsilon {1e-3} --lr-decay-style constant".split()
     given = ["--matryoshka", *map(str, sizes)] if sizes else []
     steps = ["--train-iters", str(STEPS), "--lr", "1e-3", "--micro-batch-size", "8", "--no-save", *optimizer_flags]
     job = Recorded([*texts, *steps, *given])
