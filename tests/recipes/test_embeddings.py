@@ -15,6 +15,7 @@ from tests.support.programs import one_thread, run_script
 from tests.support.recipes import FOLDER, LAYOUTS, recipe, train, train_in_workers
 from tests.support.selection import by_default
 from tests.support.texts import WORDS, write_jsonl
+from tests.support.worker_pool import WorkerError
 
 pytestmark = pytest.mark.slow
 
@@ -142,6 +143,14 @@ def test_a_worker_without_samples_adds_no_negatives(name: str, texts: list[str])
     found = train_in_workers(2, "embeddings", "Embeddings", {name: [*flags, *layout(name)]})[name]
     assert len(whole["curve"]) == 3
     parity.assert_follows(found, whole, weights=(1e-4, 1e-6))
+
+
+@pytest.mark.longer
+@pytest.mark.distributed
+def test_context_parallelism_is_refused() -> None:
+    flags = [*FLAGS, "--micro-batch-size", "16", "--context-parallel-size", "2"]
+    with pytest.raises(WorkerError, match="rows of workers that share each sequence cannot be gathered"):
+        train_in_workers(2, "embeddings", "Embeddings", {"context": flags})
 
 
 def test_micro_batches_mean_fewer_negatives(whole: parity.Trained, capsys: pytest.CaptureFixture[str]) -> None:
