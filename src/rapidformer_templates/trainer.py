@@ -15,7 +15,7 @@ from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -25,6 +25,7 @@ from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
+from rapidformer_templates.engines.gathered_rows import gather_rows
 from rapidformer_templates.engines.optimizer_instances import TAKES_OPTIONS, as_recipe, as_schedule
 from rapidformer_templates.engines.recipe import (
     OptimizerSpec,
@@ -224,6 +225,16 @@ class Trainer:
         """
         if self._run is not None:
             self._run.stop_reason = reason
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of a tensor from all replicas of the model, those of this worker first.
+
+        Call it in :meth:`compute_loss` if the loss compares samples with those of other workers, as contrastive losses
+        do. Every worker must call it. The gradients of all workers flow back to the rows. Workers that share a replica
+        have the same rows, which occur once. Rows that only keep a worker busy at the end of an epoch are left out.
+        """
+        run = self._run
+        return gather_rows(rows, run.workers) if run is not None and hasattr(run, "engine") else rows
 
     @property
     def is_main(self) -> bool:

@@ -1,5 +1,7 @@
 """What a forward is told about its batch: noise on the embeddings by sample, and answers about masks and positions.
 
+It also knows whether the samples count, and whether the loss has gathered rows of other workers.
+
 **NEFTune** (Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning", 2023) adds noise to the input
 embeddings in training. The noise is a function of the seed, the position of the sample in the order of the run, the
 index of the token in the sample, and the feature. It uses no random generator. So it is the same on every device, in
@@ -43,12 +45,16 @@ class _NoisyBatch:
         positions: for each row, the position of its sample in the order. Negative for rows without a sample.
         mask: (rows, tokens), zero for padding. None without a mask.
         is_noisy: whether noise has been added to the embeddings.
+        is_idle: the batch only keeps this worker in step with the others.
+        is_gathered: other workers wait for the backward of the loss, because they have rows of this batch.
     """
 
     def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
         self.positions = microbatch.positions
         self.mask = field_of(batch, "attention_mask")
         self.is_noisy = False
+        self.is_idle = microbatch.idle
+        self.is_gathered = False
 
 
 _noisy_batch: ContextVar[_NoisyBatch | None] = ContextVar("rows", default=None)
@@ -56,12 +62,26 @@ _noisy_batch: ContextVar[_NoisyBatch | None] = ContextVar("rows", default=None)
 
 @contextmanager
 def rows_of(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
-    """Context for a training forward on ``batch``, the device copy of ``microbatch``."""
+    """Context for a forward on ``batch``, the device copy of ``microbatch``."""
     token = _noisy_batch.set(_NoisyBatch(microbatch, batch))
     try:
         yield
     finally:
         _noisy_batch.reset(token)
+
+
+def note_gathered() -> bool:
+    """Note that other workers get rows of the current micro batch. Returns whether its samples count."""
+    current = _noisy_batch.get()
+    if current is not None:
+        current.is_gathered = True
+    return current is None or not current.is_idle
+
+
+def is_gathered() -> bool:
+    """Whether other workers wait for the backward of the loss of the current micro batch."""
+    current = _noisy_batch.get()
+    return current is not None and current.is_gathered
 
 
 def add_noise(model: nn.Module, alpha: float, seed: int) -> None:

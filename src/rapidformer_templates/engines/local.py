@@ -420,7 +420,8 @@ class SingleEngine:
     def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[torch.Tensor, Any]:
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
-        with self.precision(), self._answers(microbatch, batch), self._checked_backwards():
+        answers = self._answers(microbatch, batch)
+        with self.precision(), rows_of(microbatch, batch), answers, self._checked_backwards():
             loss, count = loss_and_count((compute_loss or self.compute_loss)(recorder, batch))
         if microbatch.idle or microbatch.targets == 0:
             return torch.zeros(()), recorder.output

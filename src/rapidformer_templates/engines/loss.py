@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.current_batch import is_gathered
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers
 
@@ -102,8 +103,11 @@ def _zero_loss(result: object, output: object, zeros: bool) -> torch.Tensor:
     loss, _ = loss_and_count(result)
     # False if a hook itself handles a batch without targets.
     has_graph = isinstance(loss, torch.Tensor) and loss.requires_grad
-    sources = [loss] if has_graph and not zeros else _outputs(output)
-    nothing: torch.Tensor = _Nothing.apply(zeros, *sources) if sources else torch.zeros((), requires_grad=True)
+    graph = [loss] if has_graph and (not zeros or is_gathered()) else []
+    outputs = _outputs(output) if zeros or not graph else []
+    sources = [*graph, *outputs]
+    first = len(graph) if zeros else len(sources)
+    nothing: torch.Tensor = _Nothing.apply(first, *sources) if sources else torch.zeros((), requires_grad=True)
     return nothing
 
 
@@ -117,21 +121,22 @@ def _outputs(output: object) -> list[torch.Tensor]:
 
 
 class _NothingContext(FunctionCtx):
-    zeros: bool
+    count: int
     like: list[tuple[torch.Size, torch.dtype, torch.device]]
 
 
 class _Nothing(torch.autograd.Function):
+    """A zero. The first ``count`` sources get no gradient, and all others a gradient of zeros."""
+
     @staticmethod
-    def forward(ctx: _NothingContext, zeros: bool, *sources: torch.Tensor) -> torch.Tensor:
-        ctx.zeros, ctx.like = zeros, [(source.shape, source.dtype, source.device) for source in sources]
+    def forward(ctx: _NothingContext, count: int, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.count, ctx.like = count, [(source.shape, source.dtype, source.device) for source in sources[count:]]
         return torch.zeros((), device=sources[0].device)
 
     @staticmethod
     def backward(ctx: _NothingContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.zeros:
-            return (None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
-        return (None,) * (1 + len(ctx.like))  # autograd propagates "no gradient", which cannot become NaN
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+        return (*[None] * (1 + ctx.count), *zeros)  # autograd propagates "no gradient", which cannot become NaN
 
 
 class Recorder:
