@@ -47,6 +47,7 @@ OTHERS = {  # flags of other programs, and flags that examples declare
         "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--max-restarts", "--master-addr", "--master-port",
         "--nnodes", "--node-rank", "--nproc-per-node", "--standalone",
     ],
+    "vllm": ["--enable-lora", "--lora-modules", "--max-lora-rank"],
     "docs/bench.md": ["--tiny"],
     "docs/white-box.md": ["--temperature"],
 }  # fmt: skip
@@ -100,7 +101,6 @@ IN_CODE = {  # flags of other programs that only code and examples name, and beg
         "--open-mode", "--requeue", "--signal", "--time",
     ],
     "trackers": ["--project", "--name"],
-    "vllm": ["--enable-lora", "--lora-modules"],
     "examples": ["--words"],
     "beginnings": ["--adam-", "--no-", "--oss", "--zero", "--zero-", "--zero-1-", "--zero-3-"],
     "other spellings": ["--micro_batch_size", "--trust_remote_code"],
@@ -324,6 +324,7 @@ ELSEWHERE = {
     r"python my_task.py": "tests/commands/test_demo.py",
     r"rapidformer evaluate ": "tests/commands/test_evaluate.py",
     r"PATH=\$PATH:llama.cpp": "needs llama.cpp; tests/commands/test_gguf.py",
+    r"vllm serve ": "needs vLLM; tests/commands/test_export.py compares the command",
     r"rapidformer predict ": "tests/commands/test_predict.py",
     r"rapidformer chat ": "tests/commands/test_chat.py",
     r"rapidformer data inspect --task": "tests/commands/test_inspect_samples.py",
