@@ -320,7 +320,7 @@ ELSEWHERE = {
     r"python scripts/(compare|resume)_older": "needs an older checkout",
     r"(torchrun --nproc-per-node 2 |python )examples/": "tests/docs/test_examples.py",
     r"python smoothed.py": "the flags of the black box, tests/docs/test_examples.py",
-    r"python (focal|slow_embeddings|odd_ones).py": "tests/docs/test_examples.py",
+    r"python (balanced|focal|slow_embeddings|odd_ones).py": "tests/docs/test_examples.py",
     r"python my_task.py": "tests/commands/test_demo.py",
     r"rapidformer evaluate ": "tests/commands/test_evaluate.py",
     r"PATH=\$PATH:llama.cpp": "needs llama.cpp; tests/commands/test_gguf.py",
