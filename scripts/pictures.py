@@ -320,6 +320,25 @@ def _smoothed(losses: Any) -> Any:
     return (sums[ends] - sums[begins]) / (ends - begins)
 
 
+def curves(file: Path) -> str:
+    """Draw the measured series of a recipe. The file has a title, the names of the axes, and points by series."""
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    with drawn(8.6, 3.4) as (figure, out):
+        axes = figure.subplots()
+        own = ("#3f51b5", "#c77700", "#00897b", "#ad1457", "#57606a", "#9aa5b1")
+        for number, (name, points) in enumerate(stored["series"].items()):
+            axes.plot(*zip(*points, strict=True), color=own[number % len(own)], linewidth=2.0, label=name)
+        figure.suptitle(stored["title"], x=0.015, ha="left", fontsize=11.5, fontweight="bold")
+        axes.set_facecolor("none")
+        axes.set_xlabel(stored["x"])
+        axes.set_ylabel(stored["y"])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#d0d7de", linewidth=0.6)
+        if len(stored["series"]) > 1:
+            axes.legend(frameon=False, fontsize=9)
+    return out.getvalue()
+
+
 def pictures() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each picture that is made from output and figures."""
     for name, command in TERMINAL.items():
@@ -328,6 +347,8 @@ def pictures() -> Iterator[tuple[str, str]]:
     yield "planner.svg", planner()
     for chart in CHARTS:
         yield f"{chart.benchmark}.svg", bars(chart)
+    for file in sorted(FOLDER.glob("recipe-*.json")):
+        yield f"{file.stem}.svg", curves(file)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

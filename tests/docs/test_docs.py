@@ -336,6 +336,7 @@ ELSEWHERE = {
     r"(torchrun --nproc-per-node 2 |python )examples/": "tests/docs/test_examples.py",
     r"python smoothed.py": "the flags of the black box, tests/docs/test_examples.py",
     r"python (balanced|focal|slow_embeddings|odd_ones).py": "tests/docs/test_examples.py",
+    r"python (before|after).py": "tests/docs/test_pages_in_order.py",
     r"python my_task.py": "tests/commands/test_demo.py",
     r"rapidformer evaluate ": "tests/commands/test_evaluate.py",
     r"PATH=\$PATH:llama.cpp": "needs llama.cpp; tests/commands/test_gguf.py",
@@ -368,7 +369,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     for file in ("my.yaml", "pretrain.yaml"):
         (tmp_path / file).write_text("task: pretraining\nmodel_type: gpt2\nsave: runs/mine\n", encoding="utf-8")
-    (tmp_path / "ours.yaml").write_text("task: causal_lm\nmixed-precision: bf16\nsave: runs/ours\n", encoding="utf-8")
+    for file in ("ours", "from-axolotl", "from-llama-factory", "from-megatron"):
+        text = "task: causal_lm\nmixed-precision: bf16\nsave: runs/ours\n"
+        (tmp_path / f"{file}.yaml").write_text(text, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path

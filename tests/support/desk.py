@@ -82,10 +82,10 @@ def _write_sets(folder: Path) -> None:
 def converted_files(desk: Path) -> None:
     """Write a configuration of each other trainer, under the name on its page."""
     sft = {"model_name_or_path": "FOLDER", "stage": "sft", "do_train": True, "dataset": "chat", "dataset_dir": "DATA"}
-    common = {"output_dir": "runs/theirs", "num_train_epochs": 1, "gradient_accumulation_steps": 2, "use_cpu": True}
+    common = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "use_cpu": True}
     axolotl = {
         "base_model": "FOLDER", "datasets": [{"path": "DATA/chat.jsonl", "type": "chat_template"}], "num_epochs": 1,
-        "micro_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-4, "output_dir": "runs/theirs",
+        "micro_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-4,
         "optimizer": "adamw_torch", "sequence_len": 32, "val_set_size": 0.1,
     }  # fmt: skip
     trl = {"model_name_or_path": "FOLDER", "dataset_name": "DATA", "max_length": 32, "packing": False}
@@ -94,7 +94,8 @@ def converted_files(desk: Path) -> None:
         "arguments.json": common, "recipe.yaml": trl | common,
     }  # fmt: skip
     for name, values in files.items():
-        (desk / name).write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+        # JSON is YAML.
+        (desk / name).write_text(json.dumps(values | {"output_dir": f"runs/{name}"}), encoding="utf-8")
     sizes = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
     batch = "--micro-batch-size 1 --global-batch-size 128 --train-iters 2 --lr 1e-4"
     (desk / "train_gpt.sh").write_text(f"torchrun pretrain_gpt.py {sizes} {batch}\n", encoding="utf-8")

@@ -76,7 +76,7 @@ def _written(run: RunFolder, options: argparse.Namespace) -> Path:
         output = _output(options, adapters.with_name("merged"), reads=adapters)
         _merge(adapters, output, options.base)
         return output
-    if not run.export.is_dir():
+    if not run.export.is_dir() or (options.overwrite and not options.merge):
         return _export(run, options)
     if options.merge:
         message = f"{run.path} holds no adapters"
@@ -115,6 +115,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+SERVED_RANK, RANKS = 16, (32, 64, 128, 256, 320, 512)
+"""The largest rank of adapters that vLLM serves without a flag, and the other values that its flag takes."""
+
+
 def serving_line(export: Path) -> str | None:
     """Return a line with the command that serves an exported model. None if it writes no text."""
     file = config_file(export)
@@ -125,6 +129,9 @@ def serving_line(export: Path) -> str | None:
     served = [str(export)]
     if (export / ADAPTERS).is_file():
         served = [base_named_in(export), "--enable-lora", "--lora-modules", f"adapters={export}"]
+        rank = int(json.loads((export / ADAPTERS).read_text(encoding="utf-8")).get("r", 0))
+        if rank > SERVED_RANK:
+            served += ["--max-lora-rank", str(next((size for size in RANKS if size >= rank), rank))]
     return f"serve it with vLLM: {shlex.join(['vllm', 'serve', *served])}"
 
 
