@@ -87,6 +87,23 @@ def test_each_set_has_the_mean_of_its_targets(
     assert of_test == {"step": 4, **{name: value for name, value in metrics.items() if name.startswith("test/")}}
 
 
+class Scaled(Trainer):
+    """Trains on another loss than that of the task."""
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = 5 * model(**batch).loss
+        return loss
+
+
+def test_another_loss_has_no_perplexity(texts: Path, gpt_folder: Path, tmp_path: Path, says: Says) -> None:
+    flags = flags_of(texts, gpt_folder, tmp_path, "--no-export-model")
+    metrics = Scaled(flags).fit()["metrics"]
+    assert [name for name in metrics if "perplexity" in name] == []
+    assert metrics["token_accuracy"] > 0
+    with says(ConfigError):
+        Scaled([*flags, "--overwrite", "--metric-for-best", "perplexity"]).fit()
+
+
 def test_the_exported_weights_are_tested(texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
     """The best by one of the sets is not the last. The test line has its step, and another end of the run adds none."""
     flags = flags_of(texts, gpt_folder, tmp_path, "--metric-for-best", "other/loss", "--metric-for-best-mode", "max")

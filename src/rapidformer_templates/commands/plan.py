@@ -289,7 +289,9 @@ def _plan_script(script: str, words: list[str]) -> int:
     detected = _planned_environment(environment, config, options)
     checks: list[Callable[[RunConfig], object]] = []
     if config.training.task and template.reads_task_data:
-        checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
+        checks = [check_task_flags, check_data_flags]
+        if not template.computes_own_metrics:
+            checks.append(partial(check_metric, own_loss="compute_loss" in overridden_hooks(kind)))
     if "build_model" not in overridden_hooks(kind):
         checks.append(check_not_quantized)
     about_script = _Script(script, kind.__name__, overridden_hooks(kind))

@@ -149,15 +149,16 @@ def direction_of(name: str) -> Direction | None:
     return _KNOWN[ending]
 
 
-def metrics_of(config: RunConfig, *, of_task: bool = True) -> tuple[str, ...]:
+def metrics_of(config: RunConfig, *, of_task: bool = True, own_loss: bool = False) -> tuple[str, ...]:
     """Return the names of the results of an evaluation without a ``compute_metrics`` of the user.
 
     Args:
         of_task: whether the task's metrics are computed, as for the task's own data.
+        own_loss: whether the user overrides ``compute_loss``, which may be another one than that of the task.
     """
     task = TASKS.get(config.training.task or "")
     # A perplexity is meaningful if the loss is the log-likelihood of a token and nothing is added to it.
-    likelihood = task is not None and task.predicts_tokens and not config.data.sentence_pairs
+    likelihood = task is not None and task.predicts_tokens and not (config.data.sentence_pairs or own_loss)
     names = ("eval_loss", "perplexity") if likelihood else ("eval_loss",)
     if task is None or not of_task:
         return names

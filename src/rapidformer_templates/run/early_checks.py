@@ -163,12 +163,15 @@ def check_data(config: RunConfig) -> None:
         check_training_columns(config.data)
 
 
-def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_task: bool = True) -> None:
+def check_metric(
+    config: RunConfig, sets: Iterable[str] | None = None, *, of_task: bool = True, own_loss: bool = False
+) -> None:
     """Check that the library's own evaluation computes the metric of ``--metric-for-best``.
 
     Args:
         sets: names of the validation sets. By default those that the flags name.
         of_task: whether the task's metrics are computed. Otherwise there is only the loss.
+        own_loss: whether the user overrides ``compute_loss``.
 
     Raises:
         ConfigError: it does not compute this metric.
@@ -176,7 +179,8 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
     name = config.training.metric_for_best
     if sets is None:
         sets = ("", *named_sets(config.data.eval_data_name, "--eval-data-name"))
-    names = [metric_name(of, metric) for of in sets for metric in metrics_of(config, of_task=of_task)]
+    metrics = metrics_of(config, of_task=of_task, own_loss=own_loss)
+    names = [metric_name(of, metric) for of in sets for metric in metrics]
     if name is None or name in names:
         return
     known = f"there are: {', '.join(names)}; your own compute_metrics can return others"

@@ -85,13 +85,14 @@ def _train_in_workers(template: Template, keep: Keep | None) -> Summary:
 def _check_template(template: Template) -> None:
     """Raise errors that can be found before a worker starts."""
     check_folder(template.config)
+    own = scripts.overridden_hooks(type(template))
     if template.reads_task_data:
         task = template.task  # raises if the task is unknown
         check_data_flags(template.config)
         if not template.computes_own_metrics:
-            check_metric(template.config)
+            check_metric(template.config, own_loss="compute_loss" in own)
         task.check()
-    if "build_model" not in scripts.overridden_hooks(type(template)):
+    if "build_model" not in own:
         check_not_quantized(template.config)
     check_push(template.config)
     create_repository(template.config)

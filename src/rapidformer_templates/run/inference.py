@@ -85,7 +85,8 @@ class Evaluator:
     def evaluate(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, float]:
         """Return ``eval_loss`` (mean over the targets, NaN without any), ``perplexity`` and the task's metrics.
 
-        Only language models have a perplexity. Training is not affected: the mode and the random state are restored.
+        Only language models with the loss of their task have a perplexity. Training is not affected: the mode and the
+        random state are restored.
 
         Args:
             advance: called with the number of samples that this rank has completed.
@@ -99,7 +100,7 @@ class Evaluator:
             total, targets, results = self._results(advance)
         total, targets = run.workers.sum(total, targets)
         metrics = {"eval_loss": total / targets if targets else math.nan}
-        if "perplexity" in metrics_of(run.config):
+        if "perplexity" in metrics_of(run.config, own_loss=run.overrides("compute_loss")):
             metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
         gathered = [entry for share in run.workers.gather(results) for entry in share]
         if gathered:

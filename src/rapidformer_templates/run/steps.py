@@ -196,7 +196,7 @@ def best_metric(run: Run) -> BestMetric | None:
     if not run.overrides("compute_metrics"):
         if run.task and run.task.problem:  # the data determined the kind of labels
             config = config.replace("the data", problem_type=run.task.problem)
-        check_metric(config, sets, of_task=run.task is not None)
+        check_metric(config, sets, of_task=run.task is not None, own_loss=run.overrides("compute_loss"))
     default = metric_name(next(iter(sets)), run.task.best_metric if run.task else LOSS)
     name = training.metric_for_best or default
     direction = training.metric_for_best_mode or direction_of(name)
