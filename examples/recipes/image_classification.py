@@ -24,12 +24,13 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessorPil,
-)
+)  # fmt: skip
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from rapidformer_templates import Data, Trainer, flag
 
 DRAWN, SIDE = Path("runs/shapes"), 32
+SHAPES = {"circle": 60, "square": 4, "triangle": 3}  # corners
 ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 
 
@@ -72,11 +73,8 @@ class ImageClassification(Trainer):
 
     def build_data(self) -> Data:
         name = self.config.model.pretrained_model_name_or_path
-        self.processor = (
-            AutoImageProcessor.from_pretrained(name)
-            if name
-            else ViTImageProcessorPil(size={"height": SIDE, "width": SIDE})
-        )
+        tiny = ViTImageProcessorPil(size={"height": SIDE, "width": SIDE})
+        self.processor = AutoImageProcessor.from_pretrained(name) if name else tiny
         self.tokenizer = self.processor  # exported with the model
         folder = Path(self.config.data.data_dir or draw_shapes(DRAWN))
         self.classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
@@ -101,7 +99,7 @@ class ImageClassification(Trainer):
         label2id = {label: number for number, label in id2label.items()}
         if name:  # a head for other classes is replaced
             return AutoModelForImageClassification.from_pretrained(
-                name, id2label=id2label, label2id=label2id, ignore_mismatched_sizes=True
+                name, dtype="float32", id2label=id2label, label2id=label2id, ignore_mismatched_sizes=True
             )
         config = ViTConfig(
             image_size=SIDE, patch_size=4, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
@@ -121,36 +119,26 @@ class ImageClassification(Trainer):
 
 
 def draw_shapes(folder: Path, seed: int = 0) -> Path:
-    """Draw shapes of random colours, sizes and places: 200 per class for training. One worker does it for all."""
+    """Draw shapes of random colours, sizes and places: 240 per class for training. One worker does it for all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             generator, unfinished = np.random.default_rng(seed), folder.with_suffix(".unfinished")
-            for part, count in {"train": 200, "valid": 40}.items():
-                for shape in ("circle", "cross", "square", "triangle"):
+            for part, count in {"train": 240, "valid": 60}.items():
+                for shape, corners in SHAPES.items():
                     (unfinished / part / shape).mkdir(parents=True, exist_ok=True)
                     for number in range(count):
-                        draw_shape(shape, generator).save(unfinished / part / shape / f"{number:03}.png")
+                        draw(corners, generator).save(unfinished / part / shape / f"{number:03}.png")
             unfinished.rename(folder)
     return folder
 
 
-def draw_shape(shape: str, generator: np.random.Generator) -> Image.Image:
+def draw(corners: int, generator: np.random.Generator) -> Image.Image:
     """Draw a bright shape on a dark ground."""
     dark, bright = (tuple(generator.integers(low, low + 128, 3).tolist()) for low in (0, 128))
-    image = Image.new("RGB", (SIDE, SIDE), dark)
-    radius = int(generator.integers(6, 12))
-    x, y = generator.integers(radius, SIDE - radius, 2).tolist()
-    box, draw = (x - radius, y - radius, x + radius, y + radius), ImageDraw.Draw(image)
-    if shape == "circle":
-        draw.ellipse(box, fill=bright)
-    elif shape == "square":
-        draw.rectangle(box, fill=bright)
-    elif shape == "triangle":
-        draw.polygon([(x, y - radius), (x + radius, y + radius), (x - radius, y + radius)], fill=bright)
-    else:
-        draw.line((x - radius, y, x + radius, y), fill=bright, width=radius // 2)
-        draw.line((x, y - radius, x, y + radius), fill=bright, width=radius // 2)
+    image, radius = Image.new("RGB", (SIDE, SIDE), dark), int(generator.integers(8, 14))
+    circle = (*generator.integers(radius, SIDE - radius, 2).tolist(), radius)
+    ImageDraw.Draw(image).regular_polygon(circle, corners, fill=bright)
     return image
 
 

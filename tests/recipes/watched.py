@@ -30,7 +30,7 @@ class Watched(Callback):
         losses: of each step.
         weights: exported ones, by name.
         metrics: lines of ``metrics.jsonl``.
-        start: the weights before the first step.
+        start, end: the weights before the first step, and after the last one.
         trained: the micro batches of the training, as the model got them.
         evaluated: those of the evaluations.
     """
@@ -40,16 +40,24 @@ class Watched(Callback):
     weights: dict[str, Tensor] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     start: dict[str, Tensor] = field(default_factory=dict)
+    end: dict[str, Tensor] = field(default_factory=dict)
     trained: list[dict[str, Tensor]] = field(default_factory=list)
     evaluated: list[dict[str, Tensor]] = field(default_factory=list)
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self.start = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+        self.start = _copied(trainer.model)
         trainer.model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def on_train_end(self, trainer: Trainer, summary: Mapping[str, Any]) -> None:
+        self.end = _copied(trainer.model)
 
     def _note(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any]) -> None:
         batches = self.trained if model.training else self.evaluated
         batches.append({name: value.clone() for name, value in kwargs.items() if isinstance(value, Tensor)})
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def train(recipe: str, folder: Path, *words: str) -> Watched:
