@@ -14,7 +14,10 @@ from tests.recipes.watched import Watched, largest_difference, reference, train,
 NAME = "image_classification"
 CLASSES = ("dawn", "day", "night")
 COUNT, STEPS = 16, 12
-FLAGS = "--lr 1e-3 --micro-batch-size 8 --global-batch-size 16 --train-iters 4epochs --weight-decay 0.1 --clip-grad 1"
+FLAGS = (
+    "--lr 1e-3 --micro-batch-size 8 --global-batch-size 16 --train-iters 4epochs --weight-decay 0.1 --clip-grad 1 "
+    "--adam-epsilon 1e-6"
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +76,9 @@ def test_losses_and_weights_equal_those_of_transformers(alone: Watched, tmp_path
     model = ViTForImageClassification(config)
     model.load_state_dict(alone.start)
     theirs, weights = reference(
-        model, alone.trained, tmp_path, accumulation=2, learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0
-    )
+        model, alone.trained, tmp_path, accumulation=2, learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0,
+        adam_epsilon=1e-6,
+    )  # fmt: skip
     assert len(alone.losses) == STEPS
     assert alone.losses == pytest.approx(theirs, abs=1e-5)
     assert largest_difference(alone.weights, weights) < 1e-5
