@@ -7,7 +7,7 @@
 
 A line of the files is {"text": "…", "rating": 4}, and may have a "weight". Without files, texts are generated, and
 without FOLDER, a tiny llama starts from random weights. The loss of a step is the weighted mean over its whole global
-batch, sum(w * (reward - rating)^2) / sum(w), whatever the micro batches and the workers.
+batch, sum(w * (reward - rating)^2) / sum(w), with any micro batches and workers.
 """
 
 import json
@@ -139,7 +139,7 @@ def read(file: Path) -> list[Rated]:
 
 
 def generate(count: int, seed: int) -> list[Rated]:
-    """Generate texts with words of praise and blame. Ratings from 1 to 5 follow from them; most are 3."""
+    """Generate texts with words of praise and blame. Ratings from 1 to 5 follow from them. Most are 3."""
     draw, rows = np.random.default_rng(seed), list[Rated]()
     for _ in range(count):
         praise, blame, others = draw.poisson(0.7), draw.poisson(0.7), draw.integers(3, 12)
