@@ -95,7 +95,7 @@ class Trainer:
     """A frozen dataclass with your own flags. Declare them with :func:`rapidformer_templates.flag`."""
 
     tokenizer: Any = None
-    """The tokenizer that is exported with the model. Set it if you build the tokenizer yourself."""
+    """The tokenizer or processor that is exported with the model. Set it if you build it yourself."""
 
     uses_task: bool = False
     """Whether the data come from ``--task``. If they do, the task's predictions and metrics fit them."""

@@ -105,10 +105,10 @@ class Data:
             so that a sample does not depend on its batch. Under ``--data-iterator dynamic-shape`` it is also called
             with ``shape=(rows, length)``, and must pad to exactly that shape. Rows beyond the samples must have no
             target.
-        augment: changes a training sample each time it is used (masking, for instance). It must draw from the generator
-            that it receives. The generator depends only on the seed and on the sample's position in the order, so
-            workers, micro batches and resuming cannot change it. Validation samples get a generator that depends on the
-            seed and the sample's index.
+        augment: changes a sample each time it is used (masking, for instance). It must draw from the generator that it
+            receives. The generator depends only on the seed and on the sample's position in the order, so workers,
+            micro batches and resuming cannot change it. Validation samples go through it, too. Their generator depends
+            on the seed and the sample's index.
         lengths: length of each training sample after ``augment``, for batches of similar lengths. The default is the
             length of its ``input_ids``.
     """

@@ -112,6 +112,8 @@ def model_facts(config: RunConfig) -> ModelFacts:
     folder = config_folder(config.model)
     # Loading the model will report a folder without this file.
     content = read_model_config(folder) if folder and config_file(folder).is_file() else {}
+    text = content.get("text_config")  # of a vision-language model: its blocks are those that layouts divide
+    content |= text if isinstance(text, dict) else {}
     kind = content.get("model_type") if content else config.model.model_type
     facts: dict[str, int | None] = {}
     for name, keys in CONFIG_KEYS.items():

@@ -48,7 +48,10 @@ class Resource(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The type and sizes of the model, as far as its flags or its ``config.json`` contain them. None means unknown."""
+    """The type and sizes of the model, as far as its flags or its ``config.json`` contain them. None means unknown.
+
+    A vision-language model has the type and sizes of its language part.
+    """
 
     model_type: str | None = None
     num_layers: int | None = None

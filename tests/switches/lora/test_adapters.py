@@ -168,6 +168,13 @@ def test_named_layers_alone(base: Path) -> None:
     assert "transformer.ln_f.modules_to_save.default.weight" in found["weights"]
 
 
+def test_the_name_of_a_part_means_its_linear_layers(base: Path) -> None:
+    found = run(base, None, "--lora-target-modules h.1,attn.c_proj")
+    adapted = {name.split(".lora_")[0] for name in found["weights"] if "lora" in name}
+    inner = {f"transformer.h.1.{layer}" for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert adapted == {*inner, "transformer.h.0.attn.c_proj"}
+
+
 @pytest.mark.parametrize(
     "flags", ["--lora-target-modules q_proj", "--lora-target-modules wte,ln_1", "--lora-modules-to-save head"]
 )

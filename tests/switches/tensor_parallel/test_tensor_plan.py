@@ -96,3 +96,11 @@ def test_key_value_heads_of_a_folder(tmp_path: Any) -> None:
     assert codes(flags, CPU) == ["RF010"]
     (tmp_path / "config.json").write_text(sizes.replace('heads": 1', 'heads": 2'))
     assert codes(flags, CPU) == []
+
+
+def test_a_vision_language_folder_has_the_plan_and_heads_of_its_language_part(tmp_path: Any) -> None:
+    flags = f"--pretrained-model-name-or-path {tmp_path} --tensor-model-parallel-size 2"
+    for text, expected in (('"llama"', []), ('"bloom"', ["RF064"]), ('"llama", "num_key_value_heads": 1', ["RF010"])):
+        config = f'{{"model_type": "llava", "text_config": {{"num_attention_heads": 8, "model_type": {text}}}}}'
+        (tmp_path / "config.json").write_text(config)
+        assert codes(flags, CPU) == expected

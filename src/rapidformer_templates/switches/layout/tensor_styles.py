@@ -75,6 +75,14 @@ PLANS: Mapping[str, Mapping[str, str]] = {
     "camembert": _BERT,
     "t5": _T5,
     "mt5": _T5,
+    "vit": {
+        "layers.*.attention.q_proj": "colwise",
+        "layers.*.attention.k_proj": "colwise",
+        "layers.*.attention.v_proj": "colwise",
+        "layers.*.attention.o_proj": "rowwise",
+        "layers.*.mlp.fc1": "colwise",
+        "layers.*.mlp.fc2": "rowwise",
+    },
 }
 """Plans for architectures that have none in transformers. ``*`` is a number."""
 

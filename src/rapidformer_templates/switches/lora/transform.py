@@ -151,7 +151,7 @@ def targets_of(model: nn.Module, names: str, modules_to_save: str | None) -> Tar
     """Find the layers, matrices and modules on this worker. ``all-linear`` selects all linear layers except the head.
 
     Args:
-        names: names of layers and matrices, separated by commas.
+        names: names of layers, of parts that contain linear layers, and of matrices, separated by commas.
         modules_to_save: names of modules that are trained in full. None selects the head of a fine-tuning task.
             Modules that a pretrained model lacks are always trained in full.
     """
@@ -168,9 +168,11 @@ def targets_of(model: nn.Module, names: str, modules_to_save: str | None) -> Tar
     stacks: dict[str, None] = {}
     for end in _names(names):
         if end == ALL_LINEAR:
-            layer_names, matrix_names = _all_linear(model, trained_whole), []
+            layer_names, matrix_names = _linear_in(model, "", trained_whole), []
         else:
-            layer_names = _ending_with(model, end)
+            # A part of the model (language_model) stands for the linear layers in it.
+            inner = {name: _linear_in(model, name, trained_whole) for name in _ending_with(model, end)}
+            layer_names = [layer for name, layers_in in inner.items() for layer in layers_in or [name]]
             # Matrices that end like this, or whose modules do.
             modules_of = {name: name.rpartition(".")[0] for name in _matrices(model)}
             matrix_names = [n for n, m in modules_of.items() if any(f".{x}".endswith(f".{end}") for x in (n, m))]
@@ -210,7 +212,8 @@ def _no_target(model: nn.Module, name: str) -> ModelError:
     )
 
 
-def _all_linear(model: nn.Module, trained_whole: list[str]) -> list[str]:
+def _linear_in(model: nn.Module, part: str, trained_whole: list[str]) -> list[str]:
+    """Return the linear layers in a part of the model, or in all of it (""), except the head that scores the tokens."""
     find: object = getattr(model, "get_output_embeddings", None)
     try:
         head = find() if callable(find) else None
@@ -220,8 +223,8 @@ def _all_linear(model: nn.Module, trained_whole: list[str]) -> list[str]:
         head = None  # another pipeline stage has it
     return [
         name
-        for name, module in model.named_modules()
-        if isinstance(module, LINEAR) and module is not head and not _inside(name, trained_whole)
+        for name, module in model.get_submodule(part).named_modules(prefix=part)
+        if name != part and isinstance(module, LINEAR) and module is not head and not _inside(name, trained_whole)
     ]
 
 
