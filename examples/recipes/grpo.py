@@ -77,8 +77,8 @@ def load(folder: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(100):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(200):
         a, b = torch.randint(NUMBERS, (2, 64))
         sums = (a + b + torch.randint(-4, 5, (64,))).clamp(min=0)  # one in nine is right
         texts = [f"{x}+{y}={z}<end>" for x, y, z in torch.stack([a, b, sums], 1).tolist()]
