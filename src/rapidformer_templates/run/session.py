@@ -359,8 +359,8 @@ class Session:
         """
         if self.plan.sizes.pipeline > 1:
             message = "a pipeline cannot generate texts, because no worker has the whole model"
-            where = self._run.config.origin("pipeline_model_parallel_size")
-            raise ConfigError(message, where=where, hint="divide the model by tensor parallelism or FSDP instead")
+            hint = "divide the model by tensor parallelism or FSDP instead"
+            raise ConfigError(message, where="session.generate()", hint=hint)
         model: Any = self.model
         with evaluating(self.model), self.precision():
             return model.generate(synced_gpus=self.workers.world > 1, **arguments)
