@@ -39,6 +39,7 @@ def test_the_best_of_a_grid_is_that_of_a_loop_and_a_bad_trial_ends_early(tmp_pat
     assert study.best_params["lr"] == best
     assert [_steps(tmp_path, i) for i in range(3)] == [STEPS] * 3
     assert _steps(tmp_path, 3) < STEPS
+    assert len(_search(tmp_path, [1e-6], 4).trials) == 4  # there is nothing left to do
 
 
 @pytest.mark.distributed
