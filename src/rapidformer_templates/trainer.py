@@ -251,7 +251,7 @@ class Trainer:
         Raises:
             Refused: the flags break rules. The error lists all of them.
         """
-        return configure.resolve_plan(type(self), self.config)
+        return configure.resolve_plan(type(self), self.config, training=not self.config.own_loop)
 
     @cached_property
     def task(self) -> Task:
@@ -360,6 +360,28 @@ class Trainer:
             self._trained = trained
             if workers is not None:
                 self.set_config(before)  # the argument applies to this call only
+
+    @with_errors_in_code
+    def compose(self, example: Batch | None = None) -> Session:
+        """Create a session for your own loop, with the model, the loss, the optimizer and the flags of this template.
+
+        It is :func:`compose` with hooks in place of arguments. ``build_data`` is not called.
+
+        Args:
+            example: a batch with one sample. A pipeline needs it, because it must see a loss before the first step.
+
+        Raises:
+            ConfigError: a flag has no effect in a session.
+            Refused: the flags break rules. The error lists all of them.
+            SystemExit: the workers that this process started have finished.
+        """
+        self.prepare_own_loop()
+        return open_session(self, None, example)
+
+    def prepare_own_loop(self) -> None:
+        """Plan for a loop that the user writes. The library calls it."""
+        self.set_config(replace(self.config, own_loop=True))
+        intercept_for_planning(self)
 
     @property
     def trained_plan(self) -> Plan:
@@ -556,10 +578,6 @@ def template_of_session(
     class Composed(Trainer):
         __module__ = getattr(own_loss, "__module__", "__main__")
 
-        @cached_property
-        def plan(self) -> Plan:
-            return configure.resolve_plan(type(self), self.config, training=False)
-
         def build_model(self) -> nn.Module:
             return built_on_each_worker(model)
 
@@ -586,8 +604,7 @@ def template_of_session(
                 return own_count(batch)
 
     template = Composed(list(argv), **switches)
-    template.set_config(replace(template.config, own_loop=True))
-    intercept_for_planning(template)
+    template.prepare_own_loop()
     return template
 
 

@@ -1,8 +1,10 @@
 """A user's own loop: its steps equal those of a run with every way to divide the model, and it resumes after a kill."""
 
+import copy
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from examples import own_loop
-from rapidformer_templates import Data, OptimizerSpec, RapidformerError, Trainer, compose
+from rapidformer_templates import Data, OptimizerSpec, RapidformerError, Trainer, compose, flag
 from rapidformer_templates.errors import CheckpointError, DataError, NonFiniteLoss, OutOfMemory
 from tests.support.messages import Says
 from tests.support.selection import by_default, selected
@@ -345,3 +347,81 @@ def test_what_a_step_cannot_use_is_told(tmp_path: Path, says: Says) -> None:
         with says(CheckpointError):
             session.load(tmp_path)
         assert session.steps == 0
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Widths"""
+
+    layers: int = flag(4, "number of layers")
+
+
+class WithHooks(Trainer):
+    """Has the model of the example, and a loss that is twice as large."""
+
+    Flags = Widths
+
+    def build_model(self) -> nn.Module:
+        model: Any = own_loop.build_model()
+        del model.transformer.h[self.flags.layers :]
+        return model
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        return 2 * model(**batch).loss
+
+
+@pytest.mark.parametrize("layers", [4, 2])
+def test_a_template_opens_a_session_with_its_hooks_and_flags(layers: int) -> None:
+    """The expected losses are those of torch alone."""
+    batch, sizes = own_loop.collate(torch.arange(4)), ["--micro-batch-size", "4", "--lr", "1e-2", "--seed", "3"]
+    task = WithHooks([*CPU, *sizes, "--layers", str(layers), "--clip-grad", "0", "--weight-decay", "0"])
+    with task.compose() as session:
+        model = copy.deepcopy(session.model)
+        found = [float(session.step([batch]).loss) for _ in range(2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0, betas=(0.9, 0.999))
+    expected = []
+    for _ in range(2):
+        loss = 2 * model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss))
+    assert len(model.transformer.h) == layers
+    assert found == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(RapidformerError, match="--epochs"):
+        WithHooks([*CPU, *sizes, "--epochs", "3"]).compose()
+
+
+def _generated(workers: Any, flags: str) -> Any:
+    with compose(own_loop.build_model, lr=1e-2, micro_batch_size=4, argv=[*CPU, *flags.split()]) as session:
+        prompts = own_loop.TOKENS[session.workers.data_rank :: session.workers.data][:3, :5]
+        settings = {"do_sample": False, "max_new_tokens": 6 + 3 * session.workers.data_rank, "pad_token_id": 0}
+        texts = session.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **settings)
+        return prompts, texts, session.model.training, session.workers.data_rank
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("flags", ["", "--fsdp-memory-optimization", "--tensor-model-parallel-size 2"])
+def test_sessions_generate_texts_of_different_lengths(flags: str) -> None:
+    """The expected texts are those of repeated forwards of a single model."""
+    with compose(own_loop.build_model, lr=1e-2, micro_batch_size=4, argv=CPU) as alone:
+        for prompts, texts, trains, rank in run_in_workers(2, _generated, flags):
+            expected = prompts
+            for _ in range(6 + 3 * rank):
+                following = alone.forward(input_ids=expected).logits[:, -1].argmax(-1)
+                expected = torch.cat([expected, following[:, None]], 1)
+            assert torch.equal(texts, expected)
+            assert trains
+
+
+@pytest.mark.distributed
+def test_a_pipeline_cannot_generate() -> None:
+    refused = run_in_workers(2, _pipeline_generates)
+    assert all("a pipeline cannot generate texts" in text for text in refused)
+
+
+def _pipeline_generates(workers: Any) -> str:
+    flags: Any = {"lr": 1e-2, "device": "cpu", "micro_batch_size": 4, "pipeline_model_parallel_size": 2}
+    example = own_loop.collate(torch.arange(1))
+    with compose(own_loop.build_model, example=example, **flags) as session:
+        return _refusal(lambda: session.generate(input_ids=example["input_ids"]))

@@ -347,6 +347,24 @@ class Session:
         with evaluating(engine.model):
             return engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
 
+    @torch.no_grad()
+    def generate(self, **arguments: object) -> Any:
+        """Return the result of the ``generate`` of a transformers model, in evaluation mode and without side effects.
+
+        Call it on every worker, each with its own prompts. Workers that divide the parameters wait for each other until
+        the longest text is complete.
+
+        Raises:
+            ConfigError: a pipeline has no whole model on any worker.
+        """
+        if self.plan.sizes.pipeline > 1:
+            message = "a pipeline cannot generate texts, because no worker has the whole model"
+            hint = "divide the model by tensor parallelism or FSDP instead"
+            raise ConfigError(message, where="session.generate()", hint=hint)
+        model: Any = self.model
+        with evaluating(self.model), self.precision():
+            return model.generate(synced_gpus=self.workers.world > 1, **arguments)
+
     def precision(self) -> AbstractContextManager[object]:
         """Return the autocast context in which ``compute_loss`` runs. Use it for a loss in your own loop."""
         return self._run.engine.precision()
