@@ -42,14 +42,15 @@ test-longer: $(VENV)/.installed-dev  ## further cases of these tests, docs-test,
 OPTIONAL := build/optional
 NEEDING := $(addprefix tests/,commands/test_gguf.py commands/test_lm_eval.py \
   data/finetuning/test_chat_masks_beside_trl.py models/test_quantized_folders.py \
+  recipes/test_distill.py recipes/test_grpo.py recipes/test_sweep.py \
   run/test_preferences_beside_trl.py switches/fp8/test_products.py switches/lora/test_quantized.py \
   switches/lora/test_quantized_shards.py \
   switches/optimizer/test_records.py switches/optimizer/test_updates.py)
 LM_EVAL := lm_eval absl-py chardet colorama DataProperty evaluate lxml mbstrdecoder more_itertools pathvalidate portalocker \
   pytablewriter pytz rouge-score sacrebleu sqlitedict tabledata tabulate tcolorpy typepy word2number
 
-test-optional: $(VENV)/.installed-dev  ## the tests that need torchao, bitsandbytes, TRL, gguf or lm-eval, which make test skips
-	$(PIP) --upgrade --no-deps --target $(OPTIONAL) torchao bitsandbytes trl gguf $(LM_EVAL)
+test-optional: $(VENV)/.installed-dev  ## the tests that need torchao, bitsandbytes, TRL, Optuna, gguf or lm-eval, which make test skips
+	$(PIP) --upgrade --no-deps --target $(OPTIONAL) torchao bitsandbytes trl optuna colorlog gguf $(LM_EVAL)
 	PYTHONPATH=$(CURDIR)/$(OPTIONAL) $(BIN)/python -m pytest --complete $(NEEDING)
 
 docs-test: $(VENV)/.installed-dev  ## only the tests of the site, the notebook, the examples and the pages of the manual

@@ -111,10 +111,31 @@ def test_a_new_script_learns_what_it_says(tmp_path: Path) -> None:
     assert max(accuracies) > 0.85
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in (EXAMPLES / "recipes").glob("*.py")))
+def test_a_recipe_speaks_of_its_new_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "recipe", name]) == 0
+    assert filecmp.cmp(f"{name}.py", EXAMPLES / "recipes" / f"{name}.py", shallow=False)
+    assert main(["new", "recipe", name, "mine.py"]) == 0
+    text = Path("mine.py").read_text(encoding="utf-8")
+    assert "python mine.py\n" in text
+    assert f"{name}.py" not in text
+    assert f"runs/{name}" not in text
+
+
 def test_what_is_there_stays_as_it_is(tmp_path: Path, says: Says) -> None:
     script = tmp_path / "train.py"
     script.write_text("mine\n", encoding="utf-8")
-    for words in (f"trainer {script}", f"examples {tmp_path}", "trainer train", "tuner train.py", ""):
+    for words in (
+        f"trainer {script}",
+        f"examples {tmp_path}",
+        "trainer train",
+        "tuner train.py",
+        "",
+        "recipe none a.py",
+        "recipe sweep a.py b.py",
+        "trainer a.py b.py",
+    ):
         says.command(f"new {words}")
     assert script.read_text(encoding="utf-8") == "mine\n"
 

@@ -32,7 +32,7 @@ from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.trainer import Trainer
 from scripts.manual import tabs
-from tests.support.manual import PAGES, ROOT, blocks, commands, name
+from tests.support.manual import PAGES, RECIPES, ROOT, blocks, commands, name
 
 START = ROOT / "docs/index.md"
 MADE = ("reference/", "switches/")  # generated with the site. tests/docs/test_site.py follows every link there
@@ -112,6 +112,9 @@ def test_flags_exist() -> None:
     """Pages name flags of :data:`OTHERS`, and code and examples those of :data:`IN_CODE`, too."""
     known = {flag for parser in (whole_parser(), evidence_parser()) for flag in _flags(parser)}
     known |= {flag for flags in OTHERS.values() for flag in flags}
+    for recipe in (ROOT / "examples/recipes").glob("*.py"):
+        declared = re.findall(r"^    (\w+): .*= flag\(", recipe.read_text(encoding="utf-8"), flags=re.M)
+        known |= {f"--{no}{name.replace('_', '-')}" for name in declared for no in ("", "no-")}
     in_code = known | {flag for flags in IN_CODE.values() for flag in flags}
     folders = [ROOT / "src", ROOT / "examples", ROOT / "docs", ROOT / "benchmarks"]
     kinds = (".py", ".toml", ".sh", ".yaml", ".sbatch", ".ipynb", ".md")
@@ -337,7 +340,8 @@ ELSEWHERE = {
     r"python smoothed.py": "the flags of the black box, tests/docs/test_examples.py",
     r"python (balanced|focal|slow_embeddings|odd_ones).py": "tests/docs/test_examples.py",
     r"python (before|after).py": "tests/docs/test_pages_in_order.py",
-    r"python my_task.py": "tests/commands/test_demo.py",
+    r"python my_(task|grpo).py": "tests/commands/test_demo.py",
+    rf"python ({'|'.join(RECIPES)}).py": "tests/recipes",
     r"rapidformer evaluate ": "tests/commands/test_evaluate.py",
     r"PATH=\$PATH:llama.cpp": "needs llama.cpp; tests/commands/test_gguf.py",
     r"vllm serve ": "needs vLLM; tests/commands/test_export.py compares the command",

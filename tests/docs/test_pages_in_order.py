@@ -17,7 +17,7 @@ import pytest
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.run import scripts
 from tests.support.desk import converted_files, lay_out, save_models
-from tests.support.manual import PAGES, ROOT, name, steps
+from tests.support.manual import PAGES, RECIPES, ROOT, name, steps
 from tests.support.programs import one_thread, run_script
 
 pytestmark = [pytest.mark.docs, pytest.mark.slow]
@@ -38,6 +38,7 @@ NOT_RUN = {
     r"rapidformer data merge": "joins sets that other machines have made: tests/commands/test_data.py",
     r".*_8bit": "needs torchao: tests/switches/optimizer/test_updates.py",
     r".*--fp8-recipe": "needs torchao: tests/switches/fp8",
+    rf"python (my_grpo|{'|'.join(RECIPES)}).py": "trains for a minute: tests/recipes",
 }
 """Commands that are not run here, by their beginning, with the reason."""
 

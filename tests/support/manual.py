@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.stem for path in (ROOT / "examples/recipes").glob("*.py"))
+"""The names of the scripts that ``rapidformer new recipe`` copies."""
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")])
 
 
