@@ -322,6 +322,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "no room for the head": lambda: _cut(MODELS["gpt2"](), 0, workers=4),
     "too many blocks": lambda: _cut(MODELS["gpt2"](), 0, pipeline_stages="3,2"),
     "encoder and decoder": lambda: _cut(transformers.T5ForConditionalGeneration(T5), 0),
+    "stacks of several kinds": lambda: _cut(tiny("bart", transformers.AutoModelForSeq2SeqLM, may_skip=False), 0),
     "something between the blocks": lambda: _cut(Own("between"), 0),
     # The balancing loss of experts is a mean over all blocks, but a stage has only some of them.
     "a loss of what blocks keep aside": lambda: _cut(_with_router_losses(), 0),

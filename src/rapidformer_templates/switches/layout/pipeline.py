@@ -80,9 +80,22 @@ class PipelineCut:
     ) -> None:
         self.assembly, self.model = assembly, assembly.model
         self.blocks = assembly.require_blocks("pipeline parallelism", "--pipeline-model-parallel-size")
+        self._check_stack()
         self.pipeline = pipeline
         self.flow = tracing.trace(self.model, self.blocks, try_loss)
         self.module_ranks = self._module_ranks()
+
+    def _check_stack(self) -> None:
+        """Raise a :class:`ModelError` if there are stacks of several kinds, such as a vision part and a language part.
+
+        The hidden states of one are not those of the next.
+        """
+        kinds = {name.rpartition(".")[0]: type(block).__name__ for name, block in self.blocks.items()}
+        if len(set(kinds.values())) > 1:
+            stacks = " and ".join(f"{kind} in {name}" for name, kind in kinds.items())
+            hint = "divide the model with --fsdp-memory-optimization or --tensor-model-parallel-size"
+            what = f"it has several stacks of blocks ({stacks}), which cannot become stages of one pipeline"
+            raise ModelError(what, where=type(self.model).__name__, hint=hint)
 
     def _module_ranks(self) -> dict[str, frozenset[int]]:
         everywhere = frozenset(range(self.pipeline))
