@@ -195,15 +195,14 @@ def new_main(argv: Sequence[str]) -> int:
 
 def _source(kind: str, names: Sequence[str]) -> tuple[Path, Path]:
     """Return (example, what to write). The file of a recipe has the name of the recipe if none is given."""
+    if len(names) > (2 if kind == "recipe" else 1):
+        raise ConfigError("only one file is written", where="FILE", hint="give one name")
     if kind != "recipe":
-        if len(names) > 1:
-            raise ConfigError(f"one file is written, and not {len(names)}", where="FILE", hint="give one name")
         return EXAMPLES if kind == "examples" else EXAMPLES / "new" / f"{kind}.py", Path(names[0])
     source = EXAMPLES / "recipes" / f"{names[0]}.py"
-    if not source.is_file() or len(names) > 2:
+    if not source.is_file():
         there = ", ".join(sorted(path.stem for path in source.parent.glob("*.py")))
-        message = f"{' '.join(names)} is not a recipe and a file"
-        raise ConfigError(message, where="recipe NAME FILE", hint=f"the recipes are {there}")
+        raise ConfigError(f"there is no recipe {names[0]}", where="recipe NAME", hint=f"the recipes are {there}")
     return source, Path(names[-1] if len(names) > 1 else source.name)
 
 

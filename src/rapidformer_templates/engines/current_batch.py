@@ -38,7 +38,7 @@ from rapidformer_templates.system.replaced_functions import Answer, patch_functi
 FLAG = "--neftune-alpha"
 
 
-class _NoisyBatch:
+class _CurrentBatch:
     """The micro batch that the model is processing.
 
     Attributes:
@@ -57,22 +57,22 @@ class _NoisyBatch:
         self.is_gathered = False
 
 
-_noisy_batch: ContextVar[_NoisyBatch | None] = ContextVar("rows", default=None)
+_current_batch: ContextVar[_CurrentBatch | None] = ContextVar("rows", default=None)
 
 
 @contextmanager
 def rows_of(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
     """Context for a forward on ``batch``, the device copy of ``microbatch``."""
-    token = _noisy_batch.set(_NoisyBatch(microbatch, batch))
+    token = _current_batch.set(_CurrentBatch(microbatch, batch))
     try:
         yield
     finally:
-        _noisy_batch.reset(token)
+        _current_batch.reset(token)
 
 
 def note_gathered() -> bool:
     """Note that other workers get rows of the current micro batch. Returns whether its samples count."""
-    current = _noisy_batch.get()
+    current = _current_batch.get()
     if current is not None:
         current.is_gathered = True
     return current is None or not current.is_idle
@@ -80,7 +80,7 @@ def note_gathered() -> bool:
 
 def is_gathered() -> bool:
     """Whether other workers wait for the backward of the loss of the current micro batch."""
-    current = _noisy_batch.get()
+    current = _current_batch.get()
     return current is not None and current.is_gathered
 
 
@@ -103,7 +103,7 @@ def add_noise(model: nn.Module, alpha: float, seed: int) -> None:
 
 
 def _add_noise(alpha: float, seed: int, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor | None:
-    current = _noisy_batch.get()
+    current = _current_batch.get()
     if current is None or not module.training:
         return None  # an evaluation, or a forward outside a training step
     rows, tokens, features = output.shape
@@ -122,7 +122,7 @@ def _add_noise(alpha: float, seed: int, module: nn.Module, inputs: object, outpu
 
 
 def _check(model: nn.Module, inputs: object, output: object) -> None:
-    current = _noisy_batch.get()
+    current = _current_batch.get()
     if current is not None and model.training and not current.is_noisy:
         message = f"{type(model).__name__} does not call its input embeddings"
         raise ModelError(message, where=FLAG, hint="give it input_ids")

@@ -170,7 +170,7 @@ def targets_of(model: nn.Module, names: str, modules_to_save: str | None) -> Tar
         if end == ALL_LINEAR:
             layer_names, matrix_names = _linear_in(model, "", trained_whole), []
         else:
-            # A part of the model (language_model) stands for the linear layers in it.
+            # The name of a part, such as language_model, selects the linear layers in it.
             inner = {name: _linear_in(model, name, trained_whole) for name in _ending_with(model, end)}
             layer_names = [layer for name, layers_in in inner.items() for layer in layers_in or [name]]
             # Matrices that end like this, or whose modules do.
