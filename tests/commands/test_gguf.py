@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ writer.write_kv_data_to_file()
 writer.write_tensors_to_file()
 writer.close()
 """
+NEEDS_GGUF = pytest.mark.skipif(find_spec("gguf") is None, reason="needs gguf: make test-optional")
 TEMPLATE = "writer.add_chat_template(tokenizer.chat_template)"
 
 Install = Callable[..., None]
@@ -68,8 +70,10 @@ def test_what_is_missing_is_told(run: Path, says: Says, monkeypatch: pytest.Monk
     says.command(f"export {run} --gguf q4_k")
 
 
+@NEEDS_GGUF
 def test_the_file_is_compared_with_the_export(run: Path, install: Install, says: Says) -> None:
-    gguf = pytest.importorskip("gguf", reason="needs gguf: make test-optional")
+    import gguf
+
     install()
     assert main(["export", str(run), "--gguf", "f32"]) == 0
     reader = gguf.GGUFReader(run / "export/model-f32.gguf")
@@ -89,8 +93,8 @@ def test_the_file_is_compared_with_the_export(run: Path, install: Install, says:
     assert (run / "export-step-3/model-bf16.gguf").is_file()
 
 
+@NEEDS_GGUF
 def test_adapters_are_merged_first(run: Path, install: Install, says: Says) -> None:
-    pytest.importorskip("gguf", reason="needs gguf: make test-optional")
     install()
     (run / "export/adapter_config.json").write_text("{}")
     says.command(f"export {run} --gguf f32")
