@@ -111,6 +111,8 @@ class Trainer:
             asks = not flags and not callbacks and frame.f_globals.get("__name__") == "__main__"
             self._has_arguments = not asks
             argv = launch.program_arguments() if asks else []
+        elif frame.f_globals.get("__name__") == "__main__":
+            launch.show_mistakes_without_trace(argv)
         self.callbacks = checked_callbacks(callbacks)
         values = {name.replace("-", "_"): (value, where) for name, value in flags.items()}
         with configure.errors_in_code(type(self), enabled=self._has_arguments):

@@ -2,6 +2,7 @@
 
 import copy
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -192,6 +193,14 @@ KEEPS_GRADIENTS = [
 def test_the_gradients_of_a_step_without_an_update_are_gone(flags: str) -> None:
     expected, *others = run_in_workers(2, _in_one_session, flags)[0]
     assert others == [expected, expected]
+
+
+@pytest.mark.slow
+def test_a_script_shows_mistakes_without_a_stack_trace(says: Says) -> None:
+    words = [sys.executable, str(EXAMPLE), "--fsdp-memory-optimisation", "--device", "cpu"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=EXAMPLE.parents[1])
+    assert done.returncode == 1
+    says.text(done.stderr)
 
 
 class Noisy(nn.Module):

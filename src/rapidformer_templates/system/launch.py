@@ -258,6 +258,24 @@ def report_uncaught() -> None:
     sys.excepthook = tell
 
 
+def show_mistakes_without_trace(argv: Sequence[str]) -> None:
+    """Let a mistake that ends the running script show its message only, if the script has passed on its command line.
+
+    This is for loops that users write. ``main()`` of a template does it, too, and sets the exit status.
+    """
+    if not is_script() or list(argv) != sys.argv[1:]:
+        return
+    show = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, Explained):
+            print(error, file=sys.stderr)
+        else:
+            show(kind, error, trace)
+
+    sys.excepthook = tell
+
+
 def is_script() -> bool:
     """Return whether a file or a module is run, instead of an interactive session, piped code or a notebook cell."""
     program = sys.modules["__main__"]
