@@ -135,7 +135,7 @@ class Distill(Trainer):
         return replace(data, train=train, valid=named, collate=partial(collate_with_teacher, data.collate))
 
     def build_teacher(self) -> nn.Module:
-        """Return the teacher. Each worker has all of it, whatever the engine does with the student."""
+        """Return the teacher. Each worker has all of it, also if the engine divides the student."""
         folder = self.flags.teacher
         if folder is None:
             teacher = made_model(64, 2, seed=7, spread=0.3)
@@ -188,7 +188,7 @@ class Distill(Trainer):
         return losses.sum(1).tolist(), (labels != IGNORED).sum(1).tolist()
 
     def compute_metrics(self, predictions: Sequence[float], references: Sequence[int]) -> Mapping[str, float]:
-        return {"perplexity": exp(sum(predictions) / sum(references))}  # of the labels, whatever the loss is
+        return {"perplexity": exp(sum(predictions) / sum(references))}  # of the labels, and not of the mixed loss
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class Embeddings(Trainer):
         return list(texts[:, 0]), list(texts[:, 1])
 
     def compute_metrics(self, predictions: Sequence[Tensor], references: Sequence[Tensor]) -> Mapping[str, float]:
-        """Return the share of anchors whose positive is the most similar one of the whole validation set."""
+        """Return the share of anchors that are closer to their positive than to any other one of the validation set."""
         anchors, positives = torch.stack(list(predictions)), torch.stack(list(references))
         recalls = {}
         for size in self.sizes(anchors.shape[-1]):

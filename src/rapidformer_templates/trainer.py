@@ -377,11 +377,11 @@ class Trainer:
             Refused: the flags break rules. The error lists all of them.
             SystemExit: the workers that this process started have finished.
         """
-        self.prepare_own_loop()
+        self._prepare_own_loop()
         return open_session(self, None, example)
 
-    def prepare_own_loop(self) -> None:
-        """Plan for a loop that the user writes. The library calls it."""
+    def _prepare_own_loop(self) -> None:
+        """Plan for a loop that the user writes."""
         self.set_config(replace(self.config, own_loop=True))
         intercept_for_planning(self)
 
@@ -606,7 +606,7 @@ def template_of_session(
                 return own_count(batch)
 
     template = Composed(list(argv), **switches)
-    template.prepare_own_loop()
+    template._prepare_own_loop()
     return template
 
 

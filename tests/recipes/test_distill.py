@@ -1,4 +1,4 @@
-"""The recipe for distillation: its loss beside TRL and torch, stored words, and the same steps in every layout."""
+"""The recipe for distillation: loss as in TRL and torch, stored words, the same steps in every layout."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The recipe for embeddings: its loss beside Sentence Transformers, and the same steps in every layout."""
+"""The recipe for embeddings: its loss compared with Sentence Transformers, and the same steps in every layout."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The recipe for image classification: beside transformers' ``Trainer``, in layouts, and what it exports."""
+"""The recipe for image classification: compared with transformers' ``Trainer``, in layouts, and what it exports."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
-from tests.recipes.watched import Watched, largest_difference, reference, train, train_in_workers
+from tests.recipes.watched import Watched, largest_difference, reference, train, train_alike, train_in_workers
 
 NAME = "image_classification"
 CLASSES = ("dawn", "day", "night")
@@ -114,12 +114,7 @@ def test_layouts_train_like_one_process(layout: str, alone: Watched, images: Pat
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("tensor", marks=pytest.mark.longer)])
 def test_adapters_train_alike_in_layouts(layout: str, images: Path, tmp_path: Path) -> None:
     flags = ["--data-dir", str(images), *FLAGS.split(), "--lora-rank", "4"]
-    for name in ("alone", "workers"):
-        (tmp_path / name).mkdir()
-    single = train(NAME, tmp_path / "alone", *flags)
-    found = train_in_workers(NAME, tmp_path / "workers", *flags, *LAYOUTS[layout].split())
-    assert found.losses == pytest.approx(single.losses, abs=1e-5)
-    assert largest_difference(found.weights, single.weights) < 1e-5
+    _, found = train_alike(NAME, tmp_path, flags, LAYOUTS[layout])
     assert any("lora_A" in name for name in found.weights)
 
 

@@ -1,4 +1,4 @@
-"""The recipe for vision-language models: beside transformers' ``Trainer``, in layouts, with adapters, exported."""
+"""The recipe for vision-language models: as transformers' ``Trainer``, in layouts, with adapters, exported."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.recipes.watched import Watched, largest_difference, reference, train, train_in_workers
+from tests.recipes.watched import Watched, largest_difference, reference, train, train_alike, train_in_workers
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
@@ -102,12 +102,7 @@ def test_adapters_of_the_language_part_train_alike_in_layouts(
     """From the export of another run, as from any folder of transformers."""
     pretrained = ["--pretrained-model-name-or-path", str(alone.folder / "run/export")]
     flags = [*_flags(chats), *pretrained, "--lora-rank", "4", "--lora-target-modules", "language_model"]
-    for name in ("alone", "workers"):
-        (tmp_path / name).mkdir()
-    single = train(NAME, tmp_path / "alone", *flags)
-    found = train_in_workers(NAME, tmp_path / "workers", *flags, *LAYOUTS[layout].split())
-    assert found.losses == pytest.approx(single.losses, abs=1e-5)
-    assert largest_difference(found.weights, single.weights) < 1e-5
+    single, found = train_alike(NAME, tmp_path, flags, LAYOUTS[layout])
     assert all(".language_model.layers." in name and "lora" in name for name in found.weights)
     changed = {n for n, before in single.start.items() if not torch.equal(before, single.end[n])}
     assert changed

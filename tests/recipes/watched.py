@@ -1,4 +1,4 @@
-"""Run a recipe unchanged, in this process or in workers, and watch what its model gets."""
+"""Run a recipe unchanged, in this process or in workers, and record the batches of its model."""
 
 import contextlib
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -16,14 +17,13 @@ from torch.utils.data import DataLoader
 from rapidformer_templates import Callback, Trainer
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.programs import one_thread, run_script
+from tests.support.recipes import FOLDER
 from tests.support.worker_pool import run_in_workers
-
-RECIPES = Path(__file__).parents[2] / "examples/recipes"
 
 
 @dataclass
 class Watched(Callback):
-    """What a run in this process has done.
+    """The record of a run in this process.
 
     Attributes:
         folder: where it ran.
@@ -87,7 +87,7 @@ def _as_worker(workers: object, recipe: str, folder: Path, words: tuple[str, ...
 def _run(recipe: str, folder: Path, words: tuple[str, ...]) -> None:
     with contextlib.chdir(folder), one_thread():
         common = ["--device", "cpu", "--log-interval", "1", "--save", "run", "--overwrite"]
-        assert run_script(RECIPES / f"{recipe}.py", *words, *common) == 0
+        assert run_script(FOLDER / f"{recipe}.py", *words, *common) == 0
 
 
 def _results(watched: Watched) -> Watched:
@@ -106,6 +106,17 @@ def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) 
     """
     assert left.keys() == right.keys()
     return max(float((left[name].double() - right[name].double()).abs().max()) for name in left)
+
+
+def train_alike(recipe: str, folder: Path, flags: list[str], layout: str) -> tuple[Watched, Watched]:
+    """Run a recipe in this process, and in two workers in a layout. Assert that losses and weights are equal."""
+    for name in ("alone", "workers"):
+        (folder / name).mkdir()
+    single = train(recipe, folder / "alone", *flags)
+    found = train_in_workers(recipe, folder / "workers", *flags, *layout.split())
+    assert found.losses == pytest.approx(single.losses, abs=1e-5)
+    assert largest_difference(found.weights, single.weights) < 1e-5
+    return single, found
 
 
 class _Reference(transformers.Trainer):

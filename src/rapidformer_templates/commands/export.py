@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rapidformer_templates.commands.gguf import TYPES, find_converter, write_gguf
 from rapidformer_templates.errors import CheckpointError, ConfigError
@@ -129,7 +130,7 @@ def serving_line(export: Path) -> str | None:
     served = [str(export)]
     if (export / ADAPTERS).is_file():
         served = [base_named_in(export), "--enable-lora", "--lora-modules", f"adapters={export}"]
-        rank = int(json.loads((export / ADAPTERS).read_text(encoding="utf-8")).get("r", 0))
+        rank = _settings(export).get("r", 0)
         if rank > SERVED_RANK:
             served += ["--max-lora-rank", str(next((size for size in RANKS if size >= rank), rank))]
     return f"serve it with vLLM: {shlex.join(['vllm', 'serve', *served])}"
@@ -137,7 +138,12 @@ def serving_line(export: Path) -> str | None:
 
 def base_named_in(adapters: Path) -> str:
     """Return the base that a folder of adapters names, or ``BASE`` if it names none."""
-    return json.loads((adapters / ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path") or "BASE"
+    return _settings(adapters).get("base_model_name_or_path") or "BASE"
+
+
+def _settings(adapters: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((adapters / ADAPTERS).read_text(encoding="utf-8"))
+    return settings
 
 
 def _export(run: RunFolder, options: argparse.Namespace) -> Path:

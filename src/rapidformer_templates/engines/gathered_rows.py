@@ -27,15 +27,12 @@ def gather_rows(rows: torch.Tensor, workers: Workers) -> torch.Tensor:
     if workers.copies == 1:
         return rows
     if workers.context > 1:
+        what = "rows of workers that share each sequence cannot be gathered"
         hint = "leave out --context-parallel-size, or compare the samples of one worker only"
-        raise RapidformerError(
-            "rows of workers that share each sequence cannot be gathered", where="gather()", hint=hint
-        )
+        raise RapidformerError(what, where="gather()", hint=hint)
     group, size, own = workers.copies_group, workers.copies, workers.copy_rank
-    numbers = torch.zeros(size, dtype=torch.int64)
-    collectives.all_gather(
-        numbers, torch.tensor([len(rows) if note_gathered() else -len(rows)]), group=group
-    )  # on the host
+    numbers = torch.zeros(size, dtype=torch.int64)  # of rows of each replica, on the host. Negative if it is idle
+    collectives.all_gather(numbers, torch.tensor([len(rows) if note_gathered() else -len(rows)]), group=group)
     step = int(numbers.abs().max())
     padded = torch.cat([rows, rows.new_zeros(step - len(rows), *rows.shape[1:])])
     whole: torch.Tensor = _Gather.apply(padded, workers)
