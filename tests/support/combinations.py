@@ -45,6 +45,9 @@ upper bound of their range become the lower bound. So the adapters start from an
 differ.
 """
 
+FP8 = "fp8-products"
+"""The switch whose package, torchao, is not among the tests' own. ``make test-optional`` runs what has it."""
+
 FOUR = {"hybrid-sharding"}
 """Switches that are tested on four workers. Fewer workers form only one group of two."""
 
@@ -59,7 +62,8 @@ class Size(NamedTuple):
     """The size of a GPT-2.
 
     Attributes:
-        width: size of the hidden states. DeepSpeed swaps only large partitions to a disk.
+        width: size of the hidden states. DeepSpeed swaps only large partitions to a disk, and each of two parts of a
+            matrix has multiples of 16 rows for fp8.
         blocks: number of layers.
     """
 
@@ -95,7 +99,7 @@ class Combination:
     def size(self) -> Size:
         """Size of the model in the run and in its reference. Every pipeline stage has two blocks."""
         return Size(
-            width=256 if "nvme-offload" in self.names else SMALL.width,
+            width=256 if "nvme-offload" in self.names else 32 if FP8 in self.names else SMALL.width,
             blocks=4 if "pipeline-parallel" in self.names else SMALL.blocks,
         )
 
@@ -115,8 +119,9 @@ class Combination:
         changing = {f for name in self.plan.switches if REGISTRY[name].changes_result for f in REGISTRY[name].fields}
         flags = _spelled({field: value for field, value in given.items() if field in changing})
         sizes = self.plan.sizes
-        # With dynamic shapes a step is a number of micro batches. Otherwise it is a number of samples.
-        micro = sizes.micro_batch if "dynamic-shape" in self.names else sizes.global_batch
+        # With dynamic shapes a step is a number of micro batches. Otherwise it is a number of samples. The scales of
+        # fp8 are those of a micro batch.
+        micro = sizes.micro_batch if {"dynamic-shape", FP8} & set(self.names) else sizes.global_batch
         return (*flags, "--micro-batch-size", str(micro), "--global-batch-size", str(sizes.global_batch))
 
 
@@ -183,6 +188,8 @@ def _accepted(names: Sequence[str], world: int, device: str = "cpu") -> Combinat
         if any(template not in REGISTRY[name].templates for name in names):
             continue
         at = place(world, template, device)
+        if FP8 in names:
+            at = dataclasses.replace(at, packages={"torchao": "0.18", **at.packages})
         request = build_request(config, at, REGISTRY.switches, training=True)
         if REGISTRY.refusals(request):
             continue

@@ -6,12 +6,12 @@ a switch or a rule. ``tests/switches/test_pairs.py`` compares every run of the t
 
 import itertools
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 from rapidformer_templates.planning.registry import REGISTRY
-from tests.support.combinations import smallest
+from tests.support.combinations import FP8, smallest
 
 FILE = Path(__file__).with_name("covering.json")
 LONGEST = 9
@@ -82,14 +82,20 @@ def _fits(name: str, row: list[str], missing: Collection[Pair]) -> bool:
     return not DEAR & set(longer) or after.world <= before.world
 
 
-def cover(pairs: Iterable[Pair]) -> list[list[str]]:
+def cover(pairs: Sequence[Pair]) -> list[list[str]]:
     """Return rows that contain all pairs.
 
     The algorithm is greedy: a row grows by the switch that adds the largest number of missing pairs. It grows to its
     full length even if no pair is missing any more, because longer rows cover more triples. Pairs that need most
-    workers come first, so that other rows can do with two.
+    workers come first, so that other rows can do with two. Pairs with fp8 have rows of their own, because not every
+    machine has its package.
     """
+    with_fp8, others = ([pair for pair in pairs if (FP8 in pair) is has] for has in (True, False))
     names = [switch.name for switch in REGISTRY.switches]
+    return _rows(others, [name for name in names if name != FP8]) + _rows(with_fp8, names)
+
+
+def _rows(pairs: Iterable[Pair], names: list[str]) -> list[list[str]]:
     worlds = {pair: found.world for pair in pairs if (found := smallest(pair))}
     missing, rows = dict.fromkeys(sorted(worlds, key=lambda pair: -worlds[pair])), list[list[str]]()
     while missing:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.registry import REGISTRY
 from tests.support import covering
-from tests.support.combinations import Combination, Size, accepted_on_one, distance, train
+from tests.support.combinations import FP8, Combination, Size, accepted_on_one, distance, train
 from tests.support.worker_pool import end_pool, run_in_workers
 
 pytestmark = [
@@ -30,7 +31,9 @@ CHOICES = 0.05
 
 @cache
 def _accepted_alone() -> list[str]:
-    return [switch.name for switch in REGISTRY.switches if accepted_on_one([switch.name], "cuda")]
+    absent = set() if "torchao" in installed_packages() else {FP8}
+    names = [switch.name for switch in REGISTRY.switches if switch.name not in absent]
+    return [name for name in names if accepted_on_one([name], "cuda")]
 
 
 def _runs() -> Iterator[Combination]:
