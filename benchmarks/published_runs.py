@@ -96,7 +96,8 @@ def command(row: Mapping[str, str], folder: str) -> list[str]:
         words += ["--virtual-pipeline-size", str(virtual)]
     if pipeline > 1:
         words += ["--pipeline-stages", ",".join(str(len(range(stage, layers, stages))) for stage in range(stages))]
-    for name, value in PARTITIONINGS[row["partitioning"]].items():
+    divides = row["partitioning"] == "fsdp" and tensor * pipeline > 1
+    for name, value in PARTITIONINGS["sharding-strategy" if divides else row["partitioning"]].items():
         words += [spelling(name)] if value is True else [spelling(name), str(value)]
     return [*words, *PRECISIONS[row["precision"]], *RECOMPUTATION.get(row["recompute"], [])]
 

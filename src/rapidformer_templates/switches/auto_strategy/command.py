@@ -178,7 +178,7 @@ def predict_run(
         ModelError: the model cannot be built.
         ConfigError: the memory of the devices is unknown.
     """
-    from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+    from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject, fp8_layers
     from rapidformer_templates.switches.auto_strategy.search import Search
 
     hardware = find_hardware(environment, plan.precision, config.get("host_memory_gb"))
@@ -193,8 +193,12 @@ def predict_run(
     candidate = one.predict(layout_of(plan), setting, memory)
     constraint = one.constraint(candidate.memory, candidate.setup, setting)
     training = results.estimate_training(candidate, config, environment, terms, one.totals())
+    layers = fp8_layers(subject, config, plan) if setting.fp8 else {}
+    counted = f"{layers.get('fp8')} of {sum(layers.values())} linear layers of the blocks"
+    in_fp8 = [f"  fp8: {counted} multiply in it, forward and backward"] if layers else []
     as_json = {
         **layout_to_json(candidate, training),
+        **({"fp8_layers": layers} if layers else {}),
         "memory_from": "engine" if measure else "rules",
         "constraint": constraint,
         "assumed": hardware.lines(offloads=candidate.layout.offload),
@@ -206,6 +210,7 @@ def predict_run(
         f"per worker, including the allowance{how}",
         *([f"  does not fit: {constraint}"] if constraint else []),
         where_the_step_goes(candidate.timing),
+        *in_fp8,
         *training.lines(environment, terms),
         *(f"assumed: {line}" for line in hardware.lines(offloads=candidate.layout.offload)),
         *not_predicted(unknown),

@@ -51,6 +51,15 @@ def predict(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN, 
     Args:
         exact: see :meth:`ModelShapes.trace`.
     """
+    memory = _in_bf16(model, layout, setting, exact=exact)
+    if not setting.fp8:
+        return memory
+    casts = model.trace(variant_of(layout, setting), exact=exact).fp8_casts(fuses=setting.fuses)
+    return replace(memory, buffers=memory.buffers + casts)
+
+
+def _in_bf16(model: ModelShapes, layout: Layout, setting: MemoryOptions, *, exact: bool) -> Memory:
+    """Predict the memory without the casts of fp8."""
     variant = variant_of(layout, setting)
     if setting.by_parallel_engine(layout):
         stages = peak_stage_candidates(model, layout, setting)

@@ -185,6 +185,24 @@ def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> Assembly:
     return assembly
 
 
+def fp8_layers(subject: Subject, config: RunConfig, plan: Plan) -> dict[str, int]:
+    """Return the numbers of linear layers in the blocks: those in ``fp8``, and the others by reason.
+
+    Raises:
+        ModelError: no layer can multiply in fp8.
+    """
+    from rapidformer_templates.switches.fp8 import declaration, transform  # needs torchao
+
+    with torch.device("meta"):
+        assembly = subject.shapes.build(None)
+    building = Building(
+        config.switches[declaration.NAME], plan, Workers(0, 0, 1, torch.device("cpu")), no_loss, has_values=False
+    )
+    transform.multiply_in_fp8(assembly, building)
+    layers = assembly.find(transform.Fp8Layers)
+    return {"fp8": layers.converted, **layers.left_out} if layers else {}
+
+
 class _OwnVocabulary:
     """Placeholder if no tokenizer is named. The vocabulary comes from the architecture's default configuration."""
 

@@ -156,7 +156,7 @@ class _Work:
 
 def fp8_seconds(product: Product, hardware: Hardware) -> float:
     """Return the seconds of one call of a matrix product in fp8, with the casts of its operands."""
-    operands = product.rows * product.inner + product.inner * product.columns
+    operands = sum(product.operands)
     computed = tile_flops(product, hardware.multiprocessors) / ((hardware.fp8_tflops or hardware.tflops) * 1e12)
     moved = operands + 2 * product.rows * product.columns
     bandwidth = hardware.memory_bandwidth * GB
@@ -212,7 +212,7 @@ def _works(
         between = 0.0 if by_operands else phase.traffic / (hardware.memory_bandwidth * GB)
         work = _Work(memory=between, host=hardware.launch_seconds * phase.launches)
         for product in phase.products:
-            is_fp8 = fp8 and part in ("forward", "backward") and product.batch == 1 and not product.is_attention
+            is_fp8 = fp8 and phase.stack is not None and product.may_use_fp8
             seconds = (fp8_seconds if is_fp8 else product_seconds)(product, hardware)
             is_linear = product.batch == 1 and hidden in (product.rows, product.inner, product.columns)
             moved = by_operands * max(0.0, product.moved - gathered * is_linear) / (bandwidth * GB)

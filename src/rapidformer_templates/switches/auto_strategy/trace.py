@@ -9,7 +9,11 @@ from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from rapidformer_templates.planning.optimizer_states import FP32
 from rapidformer_templates.switches.layout.schedule import LEAVING, Action, Kind, with_transfers
+
+FP8_MULTIPLE = 16
+"""Sizes of a matrix that fp8 multiplies are multiples of it. Others stay in bf16."""
 
 TRACED_BLOCKS = 3
 """Blocks of each stack in a traced model: the first, one that is repeated, and the last."""
@@ -38,6 +42,17 @@ class Product:
     flops: int
     is_attention: bool = False
     times: int = 1
+
+    @property
+    def may_use_fp8(self) -> bool:
+        """Whether it multiplies one matrix, with sizes that the kernels of fp8 accept."""
+        is_aligned = all(size % FP8_MULTIPLE == 0 for size in (self.rows, self.inner, self.columns))
+        return self.batch == 1 and not self.is_attention and is_aligned
+
+    @property
+    def operands(self) -> tuple[int, int]:
+        """Elements of the two matrices that it multiplies."""
+        return self.rows * self.inner, self.inner * self.columns
 
 
 @dataclass(frozen=True)
@@ -140,6 +155,16 @@ class Trace:
     @property
     def flops(self) -> int:
         return sum(phase.flops for phase in self.phases)
+
+    def fp8_casts(self, *, fuses: bool) -> int:
+        """Return the most bytes that casts of a product's operands to fp8 take, which end with the product.
+
+        Args:
+            fuses: whether a compiler fuses them. Otherwise, an operand is scaled and clamped in fp32 on its way.
+        """
+        products = [p for phase in self.phases if phase.stack for p in phase.products if p.may_use_fp8]
+        scaled = 0 if fuses else 2 * FP32
+        return max((sum(p.operands) + scaled * max(p.operands) for p in products), default=0)
 
     @property
     def saved(self) -> int:

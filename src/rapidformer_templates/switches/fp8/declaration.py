@@ -187,8 +187,10 @@ def _notes(request: Request) -> Sequence[str]:
 def _unknown(request: Request) -> dict[str, str]:
     kind = DEVICE_KINDS.get(request.environment.device_kind or "")
     has_rate = kind is not None and kind.fp8_tflops and not request.config.get("fp8_emulate")
-    unknown = {"activations": "casts to fp8 are not counted, and gathered weights are predicted in bf16"}
-    return unknown | ({} if has_rate else {"time": "the rate of fp8 is unknown here; products are predicted in bf16"})
+    unknown = {} if has_rate else {"time": "the rate of fp8 is unknown here; products are predicted in bf16"}
+    if request.config.get("fp8_all_gather"):
+        unknown["activations"] = "weights that FSDP gathers are predicted in bf16"
+    return unknown
 
 
 def _acted(measured: Measured) -> str | None:
@@ -215,7 +217,9 @@ SWITCHES = (
         options=Fp8Flags,
         on={"fp8_recipe": "rowwise", "mixed_precision": "bf16", "fp8_emulate": True},
         off={"fp8_recipe": None, "fp8_filter": None, "fp8_emulate": False, "fp8_all_gather": False},
-        predicts=Prediction({"time": "products of blocks at the rate of fp8, with casts"}, _unknown),
+        predicts=Prediction(
+            {"time": "products of blocks at the rate of fp8, with casts", "activations": "the largest casts"}, _unknown
+        ),
         needs_package="torchao",
         install="pip install 'rapidformer_templates[torchao]'",
         notes=_notes,
