@@ -13,6 +13,7 @@ from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Enviro
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY, Registry, switch_options
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.switch import Rule
 
 CPU = Environment(world_size=2, local_world_size=2)
 GPUS = Environment(
@@ -43,6 +44,16 @@ def codes(
     except Refused as refused:
         return [found.rule for found in refused.diagnostics]
     return []
+
+
+def without_rule(code: str) -> Registry:
+    """Return the registry without one rule."""
+
+    def others(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+        return tuple(rule for rule in rules if rule.code != code)
+
+    switches = (dataclasses.replace(switch, rules=others(switch.rules)) for switch in REGISTRY.switches)
+    return Registry(tuple(switches), others(REGISTRY.rules))
 
 
 def with_switches(names: Iterable[str]) -> RunConfig:

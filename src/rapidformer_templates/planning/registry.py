@@ -121,15 +121,6 @@ class Registry:
             config = switch.adopt(config) if switch.adopt else config
         return config
 
-    def without(self, code: str) -> Registry:
-        """Return this registry without one rule. The tests of rules compare with it."""
-
-        def without_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-            return tuple(rule for rule in rules if rule.code != code)
-
-        switches = (dataclasses.replace(switch, rules=without_code(switch.rules)) for switch in self.switches)
-        return Registry(tuple(switches), without_code(self.rules))
-
 
 def _by_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     return tuple(rule for _, rule in sorted({rule.code: rule for rule in rules}.items()))
