@@ -106,16 +106,17 @@ def main(argv: Sequence[str]) -> int:
     model = demo_model_folder()
     if options.prepare:
         print(model)
-        return 0
-    run = options.save
-    if run.exists():  # so that an earlier demo is never overwritten
-        numbered = (run.with_name(f"{run.name}-{number}") for number in itertools.count(2))
-        run = next(folder for folder in numbered if not folder.exists())
-        print(f"{options.save} already exists and is left unchanged; this run goes to {run}")
-    words = training_words(model, options.data, run)
-    print(f"\n{shlex.join(['rapidformer', *words])}\n", flush=True)
-    # In place of this process, so that signals reach the training and its exit status is that of the demo.
-    os.execv(sys.executable, [sys.executable, "-m", "rapidformer_templates", *words])
+    else:
+        run = options.save
+        if run.exists():  # so that an earlier demo is never overwritten
+            numbered = (run.with_name(f"{run.name}-{number}") for number in itertools.count(2))
+            run = next(folder for folder in numbered if not folder.exists())
+            print(f"{options.save} already exists and is left unchanged; this run goes to {run}")
+        words = training_words(model, options.data, run)
+        print(f"\n{shlex.join(['rapidformer', *words])}\n", flush=True)
+        # In place of this process, so that signals reach the training and its exit status is that of the demo.
+        os.execv(sys.executable, [sys.executable, "-m", "rapidformer_templates", *words])
+    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -62,13 +62,6 @@ class PredictFlags(FileFlags):
 class PredictOptions(FileFlags, saved_model.GenerationFlags):
     """The options of the command that are not flags of a run. ``--overwrite`` is a flag of a run."""
 
-    @classmethod
-    def split_from(cls, values: saved_model.Values) -> PredictOptions:
-        """Remove these options from the values of the command line."""
-        in_code = {f.name: (values.pop(f.name), COMMAND_LINE) for f in dataclasses.fields(cls) if f.name in values}
-        options: PredictOptions = parse([], REGISTRY.options(), user=cls, in_code=in_code).user
-        return options
-
 
 AT_ONCE = {"micro_batch_size": 8}
 """Default number of rows per batch."""
@@ -108,8 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         RapidformerError: the model, the input or a flag cannot be used.
     """
     saved, values = saved_model.words_of_saved(build_parser(), argv, OPTIONS, _check_files)
-    options, script = PredictOptions.split_from(values), values.pop("user_script", None)
-    if script:
+    own = {f.name for f in dataclasses.fields(PredictOptions)}.intersection(values)
+    in_code = {name: (values.pop(name), COMMAND_LINE) for name in own}
+    options: PredictOptions = parse([], REGISTRY.options(), user=PredictOptions, in_code=in_code).user
+    if script := values.pop("user_script", None):
         return _predict_by_script(script, saved, options, values)
     names = (*OF_THE_SAMPLES, *(("seed", *saved_model.OF_ITS_DATA) if options.part else ()))
     config = saved.config(names, **{**AT_ONCE, "evaluate_test": options.part == TEST, **values})

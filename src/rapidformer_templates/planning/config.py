@@ -238,6 +238,18 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, str) else value
 
 
+def _converted(kind: type, value: object) -> object:
+    if kind is str and isinstance(value, list | tuple | set | Mapping):
+        raise TypeError
+    return kind(str(value)) if kind is int else kind(value)  # YAML reads 1e-5 as text; int("2.5") must not become 2
+
+
+def _several(name: str, kind: type, value: object, origin: str) -> tuple[object, ...]:
+    if isinstance(value, (bool, dict)):
+        raise ConfigError(f"{name} needs at least one string, not {value!r}", where=origin)
+    return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
+
+
 def checked_value(f: dataclasses.Field[object], annotation: object, value: object, origin: str) -> object:
     """Convert ``value`` to the type of its field.
 
@@ -249,9 +261,7 @@ def checked_value(f: dataclasses.Field[object], annotation: object, value: objec
     if value is None:
         return None
     if several:
-        if isinstance(value, (bool, dict)):
-            raise ConfigError(f"{name} needs at least one string, not {value!r}", where=origin)
-        return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
+        return _several(name, kind, value, origin)
     bare = f.metadata.get("bare")
     if bare is not None and isinstance(value, bool):
         return kind(bare) if value else f.default
@@ -262,10 +272,7 @@ def checked_value(f: dataclasses.Field[object], annotation: object, value: objec
     if Epochs in typing.get_args(annotation) and str(value).strip()[-1:].isalpha():
         kind = Epochs
     try:
-        if kind is str and isinstance(value, list | tuple | set | Mapping):
-            raise TypeError
-        # YAML reads 1e-5 as text, and int("2.5") must not become 2.
-        converted = kind(str(value)) if kind is int else kind(value)
+        converted = _converted(kind, value)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin) from None
     if choices and converted not in choices and converted != bare:

@@ -56,12 +56,6 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type != HOST.type
 
 
-def make_current(device: torch.device) -> None:
-    """Make ``device`` the current device of this thread."""
-    if is_asynchronous(device):
-        torch.accelerator.set_device_index(device.index or 0)
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has completed its queued work."""
     if is_asynchronous(device):
@@ -134,11 +128,6 @@ def random_state(device: torch.device) -> torch.Tensor:
     """Return the state of an accelerator's random number generator."""
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
-
-
-def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Restore a state from :func:`random_state`."""
-    torch.get_device_module(device).set_rng_state(state, device)
 
 
 def current() -> torch.device | None:
