@@ -63,11 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
     return saved_model.parser_of_saved("chat", DESCRIPTION, OPTIONS)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Chat until the input ends.
 
     Args:
-        argv: words after ``rapidformer chat``. The default is the command line of this process.
+        argv: words after ``rapidformer chat``.
 
     Raises:
         RapidformerError: the model or a flag cannot be used.

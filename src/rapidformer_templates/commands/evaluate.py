@@ -74,11 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
     return saved_model.parser_of_saved("evaluate", DESCRIPTION, OPTIONS)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Evaluate and print the metrics.
 
     Args:
-        argv: words after ``rapidformer evaluate``. The default is the command line of this process.
+        argv: words after ``rapidformer evaluate``.
 
     Raises:
         RapidformerError: the model, the data or a flag cannot be used.

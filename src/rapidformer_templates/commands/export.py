@@ -44,18 +44,18 @@ TYPES = ("f32", "f16", "bf16", "q8_0")
 """Types of the weights that the converter writes. ``llama-quantize`` makes smaller ones from the file."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Write the model of a run in the format of transformers, from a checkpoint or from adapters and their base.
 
     Args:
-        argv: words after ``rapidformer export``. The default is the command line of this process.
+        argv: words after ``rapidformer export``.
 
     Raises:
         ConfigError: there is nothing to export, or the output exists already.
         CheckpointError: the checkpoint is incomplete.
         ModelError: llama.cpp's converter does not know the model.
     """
-    options = build_parser().parse_args(dashed(sys.argv[1:] if argv is None else argv))
+    options = build_parser().parse_args(dashed(argv))
     run = RunFolder(options.run)
     if not run.path.exists():
         raise ConfigError(f"{run.path} does not exist", where="RUN", hint="name the --save folder of a run")

@@ -91,11 +91,11 @@ def build_parser() -> argparse.ArgumentParser:
     return saved_model.parser_of_saved("predict", DESCRIPTION, OPTIONS)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Predict and write the output.
 
     Args:
-        argv: words after ``rapidformer predict``. The default is the command line of this process.
+        argv: words after ``rapidformer predict``.
 
     Raises:
         RapidformerError: the model, the input or a flag cannot be used.

@@ -94,14 +94,14 @@ Values = dict[str, Any]
 
 def words_of_saved(
     parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
+    argv: Sequence[str],
     options: Iterable[type],
     check: Callable[[Values], None] = lambda values: None,
 ) -> tuple[SavedModel, Values]:
     """Return the saved model, and the values of the command line.
 
     Args:
-        argv: words after the name of the command. The default is the command line of this process.
+        argv: words after the name of the command.
         options: dataclasses with the command's flags.
         check: the command's own check of the values.
 
@@ -109,7 +109,7 @@ def words_of_saved(
         RapidformerError: the mistakes of the command, all at once.
     """
     mistakes = MistakeCollector()
-    values = parse_words(parser, sys.argv[1:] if argv is None else argv, mistakes)
+    values = parse_words(parser, argv, mistakes)
     path = values.pop("run")
     check_values(values, options, mistakes)
     saved = None
