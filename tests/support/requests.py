@@ -1,6 +1,7 @@
 """Requests and machines that the tests of switches share."""
 
 import dataclasses
+import shlex
 from collections.abc import Iterable
 from textwrap import dedent
 from typing import Any
@@ -26,7 +27,7 @@ GPUS = Environment(
 
 
 def config_of(flags: str) -> RunConfig:
-    return parse(flags.split(), switch_options())
+    return parse(shlex.split(flags), switch_options())
 
 
 def on(place: Environment, **facts: Any) -> Environment:
@@ -64,7 +65,7 @@ def with_switches(names: Iterable[str]) -> RunConfig:
 
 def refusal(flags: str, place: Environment, registry: Registry = REGISTRY, *, training: bool = False) -> str:
     with pytest.raises(Refused) as refused:
-        resolve(parse(flags.split(), switch_options()), place, registry, training=training)
+        resolve(config_of(flags), place, registry, training=training)
     return refused.value.render()
 
 

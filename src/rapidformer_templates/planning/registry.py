@@ -98,10 +98,6 @@ class Registry:
         """Return every rule that refuses the request, with the finding."""
         return [(rule, finding) for rule in self.consulted(request) if rule.refuses for finding in rule.check(request)]
 
-    def noted(self, request: Request) -> list[Finding]:
-        """Return the findings of the rules that only add a note."""
-        return [finding for rule in self.consulted(request) if not rule.refuses for finding in rule.check(request)]
-
     def options(self) -> dict[str, type]:
         """Return the options dataclass of each switch, by its name: the ``switch_options`` of ``config.parse``."""
         return {switch.name: switch.options for switch in self.switches}
