@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     """
     words = dashed(argv)
     if words[:1] == ["inspect"] and any(word.partition("=")[0] in ("--task", "--config") for word in words):
-        show: Callable[[list[str]], int] = load_object("rapidformer_templates.commands.inspect_samples:main")
+        show: Callable[[list[str]], int] = load_object("rapidformer_templates.commands.data_tools:samples_main")
         return show(words[1:])
     options = build_parser().parse_args(words)
     with interruptible("interrupted; nothing was written", "run it again: it starts from the beginning"):
