@@ -29,13 +29,6 @@ from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import with_template_defaults
 from rapidformer_templates.system.process_state import resident_bytes
 
-FLAGS = (
-    Flag("megabytes", "10 100 1000", "sizes of the text in MB", kind=str),
-    Flag("whole", 100.0, "largest text that is read at once, in MB"),
-    Flag("data", "all", "kind of data to measure", choices=("all", "streamed", "windows", "whole")),
-    Flag("folder", None, "folder for the generated text (default: temporary files)"),
-)
-
 SHARDS, BATCH = 4, 32
 STREAMED, WINDOWS, WHOLE = "causal_lm, streamed", "pretraining, streamed", "causal_lm, read whole"
 TASKS = {
@@ -110,7 +103,12 @@ def measure(flags: Sequence[str]) -> dict[str, float]:
     }
 
 
-@asks(*FLAGS)
+@asks(
+    Flag("megabytes", "10 100 1000", "sizes of the text in MB", kind=str),
+    Flag("whole", 100.0, "largest text that is read at once, in MB"),
+    Flag("data", "all", "kind of data to measure", choices=("all", "streamed", "windows", "whole")),
+    Flag("folder", None, "folder for the generated text (default: temporary files)"),
+)
 def answer(options: argparse.Namespace) -> Answer:
     sizes = [float(size) for size in options.megabytes.split()]
     ways = [(size, way) for size in sizes for way in KINDS[options.data] if way != WHOLE or size <= options.whole]
