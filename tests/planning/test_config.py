@@ -253,9 +253,9 @@ KNOWN = {
 @pytest.mark.parametrize("name", equivalents())
 def test_what_is_suggested_is_a_flag_with_a_value_that_it_takes(name: str) -> None:
     assert f"--{name.replace('_', '-')}" not in KNOWN, "it is a flag of ours"
-    here = equivalents()[name]
-    words = here.flags.split()
-    assert words or here.note
+    flags, note = equivalents()[name]
+    words = flags.split()
+    assert words or note
     for word, following in zip(words, [*words[1:], "--"], strict=False):
         if not word.startswith("--"):
             continue

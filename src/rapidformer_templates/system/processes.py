@@ -238,23 +238,18 @@ class WorkerProcesses:
         self._files = [folder / f"error-{rank}.json" for rank in range(len(environments))]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._noticed: dict[int, float] = {}
-        try:
-            for environment, file in zip(environments, self._files, strict=True):
-                variables = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
-                if self._output:
-                    variables["PYTHONUNBUFFERED"] = "1"  # Python would buffer output to a file
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        env={**os.environ, **environment, **variables},
-                        start_new_session=True,
-                        stdout=self._output.stdout if self._output else None,
-                        stderr=self._output.stderr if self._output else None,
-                    )
-                )
-        except OSError:  # not enough memory or process ids for one more process
-            self.kill()
-            raise
+        for environment, file in zip(environments, self._files, strict=True):
+            variables = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
+            if self._output:
+                variables["PYTHONUNBUFFERED"] = "1"  # Python would buffer output to a file
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment, **variables},
+                start_new_session=True,
+                stdout=self._output.stdout if self._output else None,
+                stderr=self._output.stderr if self._output else None,
+            )
+            self._processes.append(process)
 
     def wait(self, stop: StopSignal) -> None:
         """Wait for all workers. Signals are passed on, and a repeated request kills the workers.
@@ -280,25 +275,20 @@ class WorkerProcesses:
                 deadline = time.monotonic() + (GRACE if saves else HANG_GRACE)
             if stop.is_repeated or time.monotonic() > deadline:
                 self.kill()
-            self._show()
+            if self._output:
+                self._output.show()
             time.sleep(POLL)
-        self._show()
-        if self._output:
-            self._output.close()
-            self._output = None
-
-    def _show(self) -> None:
         if self._output:
             self._output.show()
+            self._output.close()
+            self._output = None
 
     def kill(self) -> None:
         """Kill the remaining workers, with the processes that they have started."""
         for process in self._running():
             self._noticed[self._processes.index(process)] = math.inf
-            try:
+            with suppress(ProcessLookupError):  # it has already ended
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it has already ended
 
     def failures(self) -> list[Failure]:
         """Return the workers that failed. A worker that still runs counts as killed."""
