@@ -130,6 +130,11 @@ def random_state(device: torch.device) -> torch.Tensor:
     return state
 
 
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Restore a state from :func:`random_state`."""
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
 def current() -> torch.device | None:
     """Return the current accelerator of this thread, or None if there is none."""
     device = torch.accelerator.current_accelerator(check_available=True)

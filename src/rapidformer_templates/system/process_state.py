@@ -70,7 +70,7 @@ def restore(tensors: dict[str, torch.Tensor], text: dict[str, str]) -> None:
     torch.set_rng_state(tensors["torch"])
     device = accelerator.current()
     if device is not None and device.type in tensors:
-        torch.get_device_module(device).set_rng_state(tensors[device.type], device)
+        accelerator.set_random_state(device, tensors[device.type])
 
 
 @contextmanager
