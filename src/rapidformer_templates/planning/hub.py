@@ -83,7 +83,7 @@ def prepare_config(flags: ModelFlags) -> None:
         ModelError: it cannot be downloaded. A plan can go without it if the error is :class:`HubUnreachable`.
     """
     name = flags.pretrained_model_name_or_path
-    if name is not None and is_hub_name(name):
+    if name is not None and not Path(name).exists() and is_hub_name(name):
         model_folder(name, flags.revision, "config", flag=PRETRAINED)
 
 
