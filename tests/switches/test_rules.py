@@ -26,7 +26,7 @@ from tests.support.selection import by_default
 
 @pytest.mark.parametrize("rule", REGISTRY.all_rules, ids=lambda rule: rule.code)
 def test_example_breaks_its_rule_and_only_as_long_as_the_rule_is_there(rule: Rule) -> None:
-    request = example_request(rule, REGISTRY)
+    request = example_request(rule)
 
     def told(without: bool) -> set[str]:
         registry = without_rule(rule.code) if without else REGISTRY
@@ -101,9 +101,7 @@ def follow(change: str, words: list[str], place: Environment) -> tuple[list[str]
     return kept + added, place
 
 
-EXAMPLES = [
-    (rule.example, example_request(rule, REGISTRY).environment, False) for rule in REGISTRY.all_rules if rule.refuses
-]
+EXAMPLES = [(rule.example, example_request(rule).environment, False) for rule in REGISTRY.all_rules if rule.refuses]
 WORKS = {
     "the rules' examples": EXAMPLES,
     "schedules": [(flags, CPU, training) for flags in SCHEDULES for training in (False, True)],
