@@ -91,7 +91,7 @@ class StopSignal:
         self.signals.append(number)
 
 
-class StopRequest:
+class StopRequest(StopSignal):
     """A request to end the run.
 
     Outside of the loop there is nothing left to save, so the request ends the run at once. Inside the loop a second
@@ -103,7 +103,7 @@ class StopRequest:
     """
 
     def __init__(self, resumes: Callable[[], bool] = lambda: False, *, alone: bool = True) -> None:
-        self._signal = StopSignal()
+        super().__init__()
         self._resumes = resumes
         self._alone = alone
         self._in_loop = self._raised = False
@@ -111,11 +111,11 @@ class StopRequest:
 
     @property
     def is_requested(self) -> bool:
-        return bool(self._signal.signals)
+        return bool(self.signals)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._signal(number, frame)
-        if self._signal.is_repeated and self._alone:
+        super().__call__(number, frame)
+        if self.is_repeated and self._alone:
             os.write(2, b"stopped at once, as requested twice\n")  # print is not safe here because it may be running
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
