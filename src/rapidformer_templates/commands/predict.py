@@ -121,8 +121,22 @@ def main(argv: Sequence[str]) -> int:
         return task, part, task.inputs(part)
 
     def body() -> int:
+        from rapidformer_templates.models.architectures import choose_frequencies
+        from rapidformer_templates.run.predictions import predict_inputs
+        from rapidformer_templates.system.terminal import ProgressBar
+
         with explained_without_plan(str(saved.folder), "a smaller --micro-batch-size, or a device with more memory"):
-            _predict(config, options, *read())
+            task, part, inputs = read()
+            with saved_model.model_on_device(task, config) as (model, workers):
+                choose_frequencies(model, config.model.seq_length)
+                with ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar:
+                    records = predict_inputs(
+                        task, model, inputs, config.data.micro_batch_size, saved_model.generation_of(options, config),
+                        workers, lambda count: bar.advance(count, lambda: ""),
+                    )  # fmt: skip
+                if workers.is_main:
+                    _finish(options, part.table, records)
+                workers.barrier()
         return 0
 
     return saved_model.in_workers(config.launch.nproc_per_node, config.launch.master_port, read, body)
@@ -262,23 +276,6 @@ def _part_of_run(config: RunConfig, part: str) -> DataPart:
     if rows is None:
         raise DataError(f"the data of the run have no {part} part", where="--part", hint="choose another part")
     return rows
-
-
-def _predict(config: RunConfig, options: PredictOptions, task: Task, part: DataPart, inputs: Inputs) -> None:
-    from rapidformer_templates.models.architectures import choose_frequencies
-    from rapidformer_templates.run.predictions import predict_inputs
-    from rapidformer_templates.system.terminal import ProgressBar
-
-    with saved_model.model_on_device(task, config) as (model, workers):
-        choose_frequencies(model, config.model.seq_length)
-        with ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar:
-            records = predict_inputs(
-                task, model, inputs, config.data.micro_batch_size, saved_model.generation_of(options, config), workers,
-                lambda count: bar.advance(count, lambda: ""),
-            )  # fmt: skip
-        if workers.is_main:
-            _finish(options, part.table, records)
-        workers.barrier()
 
 
 def _finish(options: PredictOptions, rows: Iterable[Mapping[str, object]], records: Sequence[object]) -> None:
