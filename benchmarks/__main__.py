@@ -31,7 +31,7 @@ QUESTIONS = {
     "planner": ("planner", "predicted memory of a plan, compared with real steps"),
     "seconds": ("seconds", "predicted seconds of a step on this machine, compared with real steps"),
     "published-runs": ("published_runs", "predicted seconds of a step, compared with published measurements"),
-    "offload": ("offload", "predicted and measured memory with activations on the host"),
+    "offload": ("context", "predicted and measured memory with activations on the host"),
     "adapters": ("small_gpt", "LoRA, DoRA and QLoRA, compared with full fine-tuning"),
     "context": ("context", "predicted and measured memory of long sequences, divided over several workers"),
     "ring": ("ring", "attention over a divided sequence, in a ring with flash kernels and without"),

@@ -1,6 +1,8 @@
-"""Memory of a worker for long sequences with context parallelism, predicted and measured: docs/parallelism.md.
+"""Memory of a worker, predicted and measured, for long sequences (docs/parallelism.md) and for activations on the host
+(docs/recomputation.md).
 
-It measures peaks of live storages on a CPU. So it measures bytes, but not times.
+Both run on a CPU, so they measure bytes, but not times. For offloading, arrays that do not count as device memory
+simulate the host.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +18,6 @@ from benchmarks.contest import Answer, Columns, Flag, Row, asks, progress, table
 from benchmarks.planner import Case, Result, measure
 from benchmarks.planner_worker import LENGTHS
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-
-FLAGS = (
-    Flag("workers", 4, "maximum number of worker processes"),
-    Flag("num-experts", 0, "experts that replace each feed-forward, 0 for none", kind=int),
-    Flag("expert-model-parallel-size", 1, "workers over which one copy of the experts is divided"),
-    Flag("longest", 32768, f"longest sequence in tokens, one of {', '.join(map(str, LENGTHS))}"),
-)
 
 GOAL = 0.10
 """Goal: largest relative difference from 1/N of one worker's memory, without parameters and optimizer state."""
@@ -38,8 +34,13 @@ COLUMNS: Columns = {
 }
 
 
-@asks(*FLAGS)
-def answer(options: argparse.Namespace) -> Answer:
+@asks(
+    Flag("workers", 4, "maximum number of worker processes"),
+    Flag("num-experts", 0, "experts that replace each feed-forward, 0 for none", kind=int),
+    Flag("expert-model-parallel-size", 1, "workers over which one copy of the experts is divided"),
+    Flag("longest", 32768, f"longest sequence in tokens, one of {', '.join(map(str, LENGTHS))}"),
+)
+def context(options: argparse.Namespace) -> Answer:
     sizes = [workers for workers in (1, 2, 4) if workers <= options.workers]
     lengths = [length for length in LENGTHS if length <= options.longest]
     experts = f"--num-experts {options.num_experts}" if options.num_experts else ""
@@ -85,4 +86,58 @@ def _draw(rows: Sequence[Row], axes: Any) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xlabel("tokens per sequence")
     axes.set_ylabel("peak per worker, MB")
+    axes.legend()
+
+
+OFFLOADED = (
+    Case("gpt2", Layout(micro_batch=8)),
+    Case("gpt2", Layout(micro_batch=8, recompute="full")),
+    Case("llama", Layout(micro_batch=4, recompute="selective")),
+    Case("gpt2", Layout(tensor=2, micro_batch=4)),
+    Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=8)),
+    Case("llama", Layout(data=2, micro_batch=2, partitioning="fsdp")),
+)
+
+OFFLOAD_COLUMNS: Columns = {
+    "model": "{model}",
+    "layout": "{layout}",
+    "on the device": "{here_mb:.2f}",
+    "offloaded": "{offloaded_mb:.2f}",
+    "predicted": "{predicted_mb:.2f}",
+    "error": "{error:+.1%}",
+    "on the host": "{host_mb:.2f}",
+}
+
+
+@asks(Flag("workers", 2, "maximum number of worker processes"))
+def offload(options: argparse.Namespace) -> Answer:
+    cases = [case for case in OFFLOADED if case.layout.world <= options.workers]
+    both = [*cases, *(replace(case, offload=True) for case in cases)]
+    with progress("offload", len({case.layout.world for case in cases})) as advance:
+        results = {result.case: result for result in measure(both, advance)}
+    rows = [_offload_row(results[case], results[replace(case, offload=True)]) for case in cases]
+    title = (
+        "peak per worker, MB: activations on the device, then on the host (tensor·pipeline·data, micro × accumulation)"
+    )
+    return Answer({"rows": rows}, table(title, rows, OFFLOAD_COLUMNS, left=2), [], partial(_draw_offload, rows))
+
+
+def _offload_row(here: Result, offloaded: Result) -> Row:
+    return {
+        "model": here.case.model,
+        "layout": here.case.name,
+        "here_mb": here.measured / 1e6,
+        "offloaded_mb": offloaded.measured / 1e6,
+        "predicted_mb": offloaded.predicted.total / 1e6,
+        "error": offloaded.error,
+        "host_mb": offloaded.host / 1e6,
+        "host_predicted_mb": offloaded.predicted.host / 1e6,
+    }
+
+
+def _draw_offload(rows: Sequence[Row], axes: Any) -> None:
+    names = [f"{row['model']} {row['layout']}" for row in rows]
+    for key, label in (("here_mb", "activations on the device"), ("offloaded_mb", "activations on the host")):
+        axes.plot([row[key] for row in rows], names, "o", label=label)
+    axes.set_xlabel("measured peak per worker, MB")
     axes.legend()

@@ -15,8 +15,6 @@ from benchmarks.workers import run_in_workers
 from rapidformer_templates.switches.flash_attention.kernels import NAMES
 from rapidformer_templates.system.process_state import resident_bytes
 
-FLAGS = (Flag("rounds", 10, "steps per way"), Flag("tokens", 2048, "tokens per row"))
-
 MASK, DOCUMENTS = "a mask of the row", "document by document"
 WAYS = {MASK: "sdpa", DOCUMENTS: NAMES["flash"]}  # attention implementations in transformers
 ROWS = 2
@@ -83,7 +81,7 @@ def measure_packing(rounds: int, tokens: int) -> list[Row]:
     ]
 
 
-@asks(*FLAGS)
+@asks(Flag("rounds", 10, "steps per way"), Flag("tokens", 2048, "tokens per row"))
 def answer(options: argparse.Namespace) -> Answer:
     rows = measure_packing(options.rounds, options.tokens)
     documents = int((make_batch(options.tokens)["position_ids"] == 0).sum())

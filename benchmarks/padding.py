@@ -25,8 +25,6 @@ from rapidformer_templates.data.shapes import Shape, choose_shapes
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder
 
-FLAGS = (Flag("rounds", 8, "turns per way"), Flag("steps", 3, "optimizer steps per turn"))
-
 LONGEST, ROWS, SEED, LR = 1024, 8, 0, 1e-3
 BUDGET = LONGEST * ROWS
 WARMUP = 2
@@ -147,7 +145,7 @@ def _over(mine: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
     return round(float(_rate(mine) / _rate(other)), 3), round(low, 3), round(high, 3)
 
 
-@asks(*FLAGS)
+@asks(Flag("rounds", 8, "turns per way"), Flag("steps", 3, "optimizer steps per turn"))
 def answer(options: argparse.Namespace) -> Answer:
     samples = docstrings(LONGEST)
     with progress("padding", options.rounds) as advance:

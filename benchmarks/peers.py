@@ -24,12 +24,6 @@ from benchmarks.workers import Ended, Loop, StepDone
 from rapidformer_templates.commands.demo import DATA_NAME, demo_model_folder, make_demo_data
 from rapidformer_templates.data.types import Data, Endless
 
-FLAGS = (
-    Flag("repeats", 3, "runs per solution"),
-    Flag("train", 2000, "training tweets"),
-    Flag("held-out", 1000, "held-out tweets"),
-)
-
 OURS = "rapidformer_templates"
 GOALS = {"transformers, dynamic padding": 1.4, "transformers, grouped by length": 1.1}
 """Goals: samples per second of this library relative to the others."""
@@ -207,7 +201,11 @@ def measure_peers(options: argparse.Namespace, advance: Advance) -> dict[str, li
     return runs
 
 
-@asks(*FLAGS)
+@asks(
+    Flag("repeats", 3, "runs per solution"),
+    Flag("train", 2000, "training tweets"),
+    Flag("held-out", 1000, "held-out tweets"),
+)
 def answer(options: argparse.Namespace) -> Answer:
     with progress("peers", options.repeats) as advance:
         runs = measure_peers(options, advance)

@@ -37,8 +37,6 @@ from rapidformer_templates.trainer import Trainer
 if TYPE_CHECKING:
     from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 
-FLAGS = (Flag("workers", 4, "maximum number of worker processes"),)
-
 LORA = "--lora-rank 8"
 FUSED = "--fused-linear-cross-entropy"
 EXPERTS = "--num-experts 4"
@@ -443,7 +441,7 @@ PUBLISHED_COLUMNS: Columns = {
 }
 
 
-@asks(*FLAGS)
+@asks(Flag("workers", 4, "maximum number of worker processes"))
 def answer(options: argparse.Namespace) -> Answer:
     cases = [case for case in CASES if case.layout.world <= options.workers]
     with progress("planner", len({case.layout.world for case in cases})) as advance:

@@ -31,12 +31,6 @@ from rapidformer_templates.data.text.files import documents
 from rapidformer_templates.data.text.train_tokenizer import save, train
 from rapidformer_templates.errors import RapidformerError
 
-FLAGS = (
-    Flag("megabytes", 100.0, "of text"),
-    Flag("workers", len(os.sched_getaffinity(0)), "processes that tokenize"),
-    Flag("repeats", 3, "runs per way"),
-)
-
 PLAIN = "plain script (megatron-core)"
 SAME = "rapidformer data preprocess, transformers' tokenizer"
 FAST = "rapidformer data preprocess, gigatoken"
@@ -204,7 +198,11 @@ def ratios(rows: Sequence[Row], name: str) -> tuple[float, float]:
     return whole, statistics.median(plain.net()) / statistics.median(own.net())
 
 
-@asks(*FLAGS)
+@asks(
+    Flag("megabytes", 100.0, "of text"),
+    Flag("workers", len(os.sched_getaffinity(0)), "processes that tokenize"),
+    Flag("repeats", 3, "runs per way"),
+)
 def answer(options: argparse.Namespace) -> Answer:
     absent = {
         PLAIN: why_absent("megatron", "--no-deps megatron-core"),

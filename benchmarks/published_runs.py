@@ -31,11 +31,6 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.step_seconds import predict_seconds
 from rapidformer_templates.switches.auto_strategy.timing import find_hardware
 
-FLAGS = (
-    Flag("rows", str(Path(__file__).with_suffix(".csv")), "file with the published rows", kind=str),
-    Flag("only", "", "predict only rows whose id begins with one of these words, separated by commas", kind=str),
-)
-
 FITTED = frozenset({"llm-foundry", "nanotron", "bloom-v100"})
 """Sources that the constants of the planner were chosen with. All other sources are held out."""
 
@@ -217,7 +212,10 @@ def summary(source: str, rows: Sequence[Row]) -> Row:
     }
 
 
-@asks(*FLAGS)
+@asks(
+    Flag("rows", str(Path(__file__).with_suffix(".csv")), "file with the published rows", kind=str),
+    Flag("only", "", "predict only rows whose id begins with one of these words, separated by commas", kind=str),
+)
 def answer(options: argparse.Namespace) -> Answer:
     """Predict all rows. The status is 0 even if a goal is missed."""
     with Path(options.rows).open(encoding="utf-8", newline="") as file:

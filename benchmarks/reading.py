@@ -46,13 +46,6 @@ from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.process_state import keep_freed_memory
 
-FLAGS = (
-    Flag("repeats", 10, "turns per reader"),
-    Flag("megatokens", 60.0, "size of the corpus"),
-    Flag("samples", 10**8, "in the large index"),
-    Flag("folder", None, "where to make the corpus (default: temporary files)"),
-)
-
 LENGTH, BATCH, SEED = 2048, 32, 1234
 BATCHES, DOCUMENTS = 40, 20_000
 """Batches and documents per turn."""
@@ -238,7 +231,12 @@ def write_sparse(prefix: Path, documents: int, length: int) -> None:
         file.truncate(2 * length * documents)
 
 
-@asks(*FLAGS)
+@asks(
+    Flag("repeats", 10, "turns per reader"),
+    Flag("megatokens", 60.0, "size of the corpus"),
+    Flag("samples", 10**8, "in the large index"),
+    Flag("folder", None, "where to make the corpus (default: temporary files)"),
+)
 def answer(options: argparse.Namespace) -> Answer:
     keep_freed_memory()  # as in a run on a CPU
     absent = why_absent("megatron", "megatron-core")

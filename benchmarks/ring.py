@@ -24,12 +24,6 @@ from rapidformer_templates.system.workers import Workers, join
 HEADS, KEY_HEADS, SIZE = 8, 2, 64
 LENGTHS = (1024, 4096, 16384)
 
-FLAGS = (
-    Flag("workers", 2, "worker processes that share a sequence"),
-    Flag("rounds", 5, "rounds, in which each way takes a turn"),
-    Flag("longest", 4096, f"longest sequence in tokens, one of {', '.join(map(str, LENGTHS))}"),
-)
-
 RING, PLAIN, WHOLE = "ring", "ring, plain operations", "whole sequences of some heads"
 COLUMNS: Columns = {
     "tokens": "{tokens:,}",
@@ -40,7 +34,11 @@ COLUMNS: Columns = {
 }
 
 
-@asks(*FLAGS)
+@asks(
+    Flag("workers", 2, "worker processes that share a sequence"),
+    Flag("rounds", 5, "rounds, in which each way takes a turn"),
+    Flag("longest", 4096, f"longest sequence in tokens, one of {', '.join(map(str, LENGTHS))}"),
+)
 def answer(options: argparse.Namespace) -> Answer:
     cases = [(n, dtype) for n in LENGTHS if n <= options.longest for dtype in ("float32", "bfloat16")]
     rows = []

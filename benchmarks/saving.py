@@ -38,12 +38,6 @@ from rapidformer_templates.run.checkpoint.tensor_file import host_memory
 from rapidformer_templates.system.files import sync, unbuffered, write_at
 from rapidformer_templates.system.workers import Workers
 
-FLAGS = (
-    Flag("gigabytes", 1.3, "size of the state"),
-    Flag("repeats", 8, "saves per way"),
-    Flag("folder", None, "folder on the disk to measure (default: temporary files)"),
-)
-
 DISK = "write + fsync"
 OURS = "rapidformer_templates"
 OURS_ASYNC = "rapidformer_templates --async-save"
@@ -212,7 +206,11 @@ def _safetensors(state: State, path: Path) -> None:
         sync(path / f"{kind}.safetensors")
 
 
-@asks(*FLAGS)
+@asks(
+    Flag("gigabytes", 1.3, "size of the state"),
+    Flag("repeats", 8, "saves per way"),
+    Flag("folder", None, "folder on the disk to measure (default: temporary files)"),
+)
 def answer(options: argparse.Namespace) -> Answer:
     with ExitStack() as stack:
         if options.folder:

@@ -28,12 +28,6 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import communic
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing, predict_seconds
 from rapidformer_templates.switches.auto_strategy.timing import find_hardware
 
-FLAGS = (
-    Flag("workers", 4, "maximum number of worker processes"),
-    Flag("every", 1, "measure only every n-th layout, to try it out"),
-    Flag("device-file", None, "use this device file instead of measuring the rates"),
-)
-
 GOAL_MEDIAN = 0.15
 """Goal: median of the relative errors of the seconds of a step."""
 
@@ -55,7 +49,11 @@ def predict_case(case: Case, device_file: str) -> Timing:
     return predict_seconds(layout, setting, trace, facts, hardware, layout.world, stages)
 
 
-@asks(*FLAGS)
+@asks(
+    Flag("workers", 4, "maximum number of worker processes"),
+    Flag("every", 1, "measure only every n-th layout, to try it out"),
+    Flag("device-file", None, "use this device file instead of measuring the rates"),
+)
 def answer(options: argparse.Namespace) -> Answer:
     """Measure the rates and the steps. The status is 0 even if the goal is missed."""
     counts = [count for count in (2, 4) if count <= options.workers]

@@ -27,13 +27,7 @@ from rapidformer_templates.data.types import Endless
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import with_template_defaults
-
-FLAGS = (
-    Flag("megabytes", "10 100 1000", "sizes of the text in MB", kind=str),
-    Flag("whole", 100.0, "largest text that is read at once, in MB"),
-    Flag("data", "all", "kind of data to measure", choices=("all", "streamed", "windows", "whole")),
-    Flag("folder", None, "folder for the generated text (default: temporary files)"),
-)
+from rapidformer_templates.system.process_state import resident_bytes
 
 SHARDS, BATCH = 4, 32
 STREAMED, WINDOWS, WHOLE = "causal_lm, streamed", "pretraining, streamed", "causal_lm, read whole"
@@ -84,7 +78,7 @@ def measure(flags: Sequence[str]) -> dict[str, float]:
     """Make one pass over the batches of a run with these flags, in this process."""
     config = with_template_defaults(parse([*flags, "--lr", "1"], switch_options()), "Trainer")
     task = load_task(config)
-    began, before = time.perf_counter(), _status("VmRSS")
+    began, before = time.perf_counter(), resident_bytes("VmRSS") / 2**20
     data = task.build_data()
     samples: Any = data.train
     streamed = isinstance(samples, Endless)
@@ -95,7 +89,7 @@ def measure(flags: Sequence[str]) -> dict[str, float]:
         if batch.bookmark and batch.bookmark["epoch"]:
             break
         tokens, bookmark = tokens + batch.tokens, batch.bookmark
-    seconds, peak = time.perf_counter() - began, _status("VmHWM")
+    seconds, peak = time.perf_counter() - began, resident_bytes("VmHWM") / 2**20
     began = time.perf_counter()
     if streamed and bookmark:
         samples.go_to(bookmark)
@@ -109,13 +103,12 @@ def measure(flags: Sequence[str]) -> dict[str, float]:
     }
 
 
-def _status(name: str) -> float:
-    """Return a value of this process's status in MB."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(name))
-
-
-@asks(*FLAGS)
+@asks(
+    Flag("megabytes", "10 100 1000", "sizes of the text in MB", kind=str),
+    Flag("whole", 100.0, "largest text that is read at once, in MB"),
+    Flag("data", "all", "kind of data to measure", choices=("all", "streamed", "windows", "whole")),
+    Flag("folder", None, "folder for the generated text (default: temporary files)"),
+)
 def answer(options: argparse.Namespace) -> Answer:
     sizes = [float(size) for size in options.megabytes.split()]
     ways = [(size, way) for size in sizes for way in KINDS[options.data] if way != WHOLE or size <= options.whole]

@@ -11,7 +11,7 @@ from pathlib import Path
 from rapidformer_templates.commands.catalogue import CompatibilityTable, compatibility, flags_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
-from rapidformer_templates.planning.registry import DOCUMENTS, OWN, REGISTRY, Registry, in_words, sources_of
+from rapidformer_templates.planning.registry import DOCUMENTS, OWN, REGISTRY, in_words, sources_of
 from rapidformer_templates.planning.switch import TEMPLATES, Rule, Switch, spell
 
 MARKS = ("<!-- made by make docs -->", "<!-- end of what is made -->")
@@ -19,7 +19,7 @@ MARKS = ("<!-- made by make docs -->", "<!-- end of what is made -->")
 MADE = "Written by `make docs` from the declarations in `src/rapidformer_templates/switches/`. Do not edit."
 
 Pairs = Sequence[Sequence[CompatibilityTable]]
-"""For each switch of a registry, its compatibility with each switch up to itself."""
+"""For each switch, its compatibility with each switch up to itself."""
 
 
 def rule_origin(rule: Rule) -> str:
@@ -30,12 +30,12 @@ def rule_origin(rule: Rule) -> str:
     return "own" if sources == [OWN] else "of a package"
 
 
-def refused_pairs(registry: Registry, pairs: Pairs) -> list[tuple[tuple[Rule, ...], list[str]]]:
+def refused_pairs(pairs: Pairs) -> list[tuple[tuple[Rule, ...], list[str]]]:
     """Return the pairs that no template accepts, grouped by the rules that refuse them, largest group first."""
     rules: dict[tuple[str, ...], tuple[Rule, ...]] = {}
     pairs_by_rules: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for (i, row), switch in zip(enumerate(pairs), registry.switches, strict=True):
-        for other, pair in zip(registry.switches[:i], row, strict=False):
+    for (i, row), switch in zip(enumerate(pairs), REGISTRY.switches, strict=True):
+        for other, pair in zip(REGISTRY.switches[:i], row, strict=False):
             if pair.refusals:
                 codes = tuple(rule.code for rule in pair.refusals)
                 rules[codes] = pair.refusals
@@ -44,7 +44,7 @@ def refused_pairs(registry: Registry, pairs: Pairs) -> list[tuple[tuple[Rule, ..
     return [(rules[codes], pairs_by_rules[codes]) for codes in order]
 
 
-def against_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
+def against_groups(pairs: Pairs) -> list[list[str]]:
     """Return a table of each switch against the switches that divide the workers into groups.
 
     These switches divide a model, samples or sequences over separate groups of workers. A cell is "yes", or the codes
@@ -52,11 +52,11 @@ def against_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
     """
     dividing = [
         (i, switch)
-        for i, switch in enumerate(registry.switches)
+        for i, switch in enumerate(REGISTRY.switches)
         if switch.sizes or switch.dimensions is not Switch.dimensions
     ]
     table = [["", *(switch.name for _, switch in dividing)]]
-    for i, switch in enumerate(registry.switches):
+    for i, switch in enumerate(REGISTRY.switches):
         cells = [pairs[max(i, j)][min(i, j)] for j, _ in dividing]
         codes = [" ".join(rule.code for rule in pair.refusals) for pair in cells]
         names = ["" if i == j else code or "yes" for (j, _), code in zip(dividing, codes, strict=True)]
@@ -64,14 +64,14 @@ def against_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
     return table
 
 
-def pages(registry: Registry, pairs: Pairs) -> Mapping[str, str]:
+def pages(pairs: Pairs) -> Mapping[str, str]:
     """Return the text of each generated page by the name of its file in ``docs/``."""
     details = [
         "# Switches in detail",
         MADE,
         "The flags, packages, receipts and rules of each switch of the [catalogue](switches.md). Receipts are in "
         "`summary.json`. `rapidformer explain RF006` explains a rule.",
-        *(_section(switch) for switch in registry.switches),
+        *(_section(switch) for switch in REGISTRY.switches),
     ]
     rules = [
         "# Rules",
@@ -81,20 +81,20 @@ def pages(registry: Registry, pairs: Pairs) -> Mapping[str, str]:
         "what to do instead. The sources are explained [with the switches](switches.md#sources).",
         table(
             ("code", "rule", "why", "source"),
-            [(rule.code, rule.title, rule.why, in_words(rule.source)) for rule in registry.all_rules],
+            [(rule.code, rule.title, rule.why, in_words(rule.source)) for rule in REGISTRY.all_rules],
         ),
     ]
     return {
-        "switches.md": _switches_page(registry, pairs),
+        "switches.md": _switches_page(pairs),
         "switch-details.md": "\n\n".join(details) + "\n",
         "rules.md": "\n\n".join(rules) + "\n",
     }
 
 
-def _switches_page(registry: Registry, pairs: Pairs) -> str:
+def _switches_page(pairs: Pairs) -> str:
     catalogue = [
         (str(number), switch.name, switch.summary, flags_of(switch))
-        for number, switch in enumerate(registry.switches, 1)
+        for number, switch in enumerate(REGISTRY.switches, 1)
     ]
     optimizers = []
     for name, facts in OPTIMIZERS.items():
@@ -105,9 +105,9 @@ def _switches_page(registry: Registry, pairs: Pairs) -> str:
     numbers = [number for number, *_ in catalogue]
     matrix = [
         [f"{number} {switch.name}", *(pair.cell for pair in row), *[""] * (len(numbers) - len(row))]
-        for number, switch, row in zip(numbers, registry.switches, pairs, strict=True)
+        for number, switch, row in zip(numbers, REGISTRY.switches, pairs, strict=True)
     ]
-    groups = refused_pairs(registry, pairs)
+    groups = refused_pairs(pairs)
     count, all_pairs = sum(len(names) for _, names in groups), len(pairs) * (len(pairs) - 1) // 2
     refused = []
     for rules, names in groups:
@@ -130,7 +130,7 @@ def _switches_page(registry: Registry, pairs: Pairs) -> str:
         "Two switches at a time, on eight GPUs with every package: "
         "`T` Trainer, `P` Pretrainer, `F` Finetuner; `+` when what one of them requires is added; `–` never. "
         "Numbers refer to the catalogue. A switch under its own number is used alone, "
-        f"and `optimizer` means `{spell(registry['optimizer'].on)}`.",
+        f"and `optimizer` means `{spell(REGISTRY['optimizer'].on)}`.",
         table(["", *numbers], matrix),
         "## Refused pairs",
         f"{count} of {all_pairs} pairs, by the rules that refuse them. A reason is *documented* in one of the "
@@ -142,9 +142,9 @@ def _switches_page(registry: Registry, pairs: Pairs) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def filled(page: str, registry: Registry, pairs: Pairs) -> str:
+def filled(page: str, pairs: Pairs) -> str:
     """Return a page in which the current table of :func:`against_groups` is between the lines :data:`MARKS`."""
-    header, *rows = against_groups(registry, pairs)
+    header, *rows = against_groups(pairs)
     before, rest = page.split(MARKS[0], 1)
     return before + f"{MARKS[0]}\n\n{table(header, rows)}\n\n" + MARKS[1] + rest.split(MARKS[1], 1)[1]
 
@@ -179,7 +179,7 @@ def _section(switch: Switch) -> str:
 
 
 if __name__ == "__main__":
-    folder, pairs = Path(sys.argv[1]), list(compatibility(REGISTRY))
+    folder, pairs = Path(sys.argv[1]), list(compatibility())
     parallelism = (folder / "parallelism.md").read_text(encoding="utf-8")
-    for name, text in (*pages(REGISTRY, pairs).items(), ("parallelism.md", filled(parallelism, REGISTRY, pairs))):
+    for name, text in (*pages(pairs).items(), ("parallelism.md", filled(parallelism, pairs))):
         (folder / name).write_text(text, encoding="utf-8")

@@ -67,7 +67,7 @@ def switch_page(switch: Switch) -> str:
 
 def example_command(switch: Switch) -> str:
     """Return a plan command with the switch and its requirements, on the simplest job that accepts it."""
-    additions = with_additions(_alone(switch), REGISTRY)[0]
+    additions = with_additions(_alone(switch))[0]
     values = {**switch.on, **{name: value for change in additions for name, value in change.values.items()}}
     for job in JOBS:
         config = REGISTRY.complete(RunConfig()).replace("manual", **job, **values)
@@ -136,7 +136,7 @@ def _cells(switch: Switch) -> Iterator[tuple[Switch, str]]:
 
 @functools.cache
 def _pairs() -> Sequence[Sequence[str]]:
-    return [[pair.cell for pair in row] for row in compatibility(REGISTRY)]
+    return [[pair.cell for pair in row] for row in compatibility()]
 
 
 def _receipt(switch: Switch) -> str:
@@ -152,7 +152,7 @@ def _receipt(switch: Switch) -> str:
 def _prediction(switch: Switch) -> str:
     """Describe what `plan --auto-strategy` predicts for it."""
     alone = _alone(switch)
-    unknown = switch.predicts.unknown(apply(alone, with_additions(alone, REGISTRY)[0], REGISTRY))
+    unknown = switch.predicts.unknown(apply(alone, with_additions(alone)[0], REGISTRY))
     rows = [
         (KINDS[kind], _text(switch.predicts.predicted.get(kind, "")) or f"not predicted: {_text(unknown[kind])}")
         for kind in FORECAST
@@ -178,7 +178,7 @@ def _rule(rule: Rule) -> str:
 
 def rule_page(rule: Rule, switches: Sequence[str]) -> str:
     """Return the page of a rule: the reason for it, an example, and what to do instead."""
-    found = explanation(rule, REGISTRY)
+    found = explanation(rule)
     machine = f"\n\nOn a machine with {_text(found.machine)}." if found.machine else ""
     instead = [(f"`{suggestion.change}`", _text(suggestion.note)) for suggestion in found.instead]
     links = ", ".join(f"[{name}](../switches/{name}.md)" for name in switches)

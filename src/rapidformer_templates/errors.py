@@ -125,20 +125,13 @@ class NonFiniteLoss(RapidformerError):
     Args:
         age: number of steps that were started after the failing one before the host detected the failure.
         samples: the samples of this worker's micro batches whose losses are not finite.
+        more: see :class:`Explained`.
     """
 
     exit_status = 3
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        where: str | None = None,
-        hint: str | None = None,
-        age: int = 0,
-        samples: Sequence[int] = (),
-    ) -> None:
-        super().__init__(message, where=where, hint=hint)
+    def __init__(self, message: str, *, age: int = 0, samples: Sequence[int] = (), **more: str | None) -> None:
+        super().__init__(message, **more)
         self.age, self.samples = age, samples
 
 
@@ -186,15 +179,13 @@ class WorkerFailed(RapidformerError):
     """A worker process ended too early.
 
     Args:
-        lost_workers: see :class:`Explained`.
+        lost_workers, more: see :class:`Explained`.
     """
 
     exit_status = 1
 
-    def __init__(
-        self, message: str, *, where: str | None = None, hint: str | None = None, lost_workers: int = 0
-    ) -> None:
-        super().__init__(message, where=where, hint=hint)
+    def __init__(self, message: str, *, lost_workers: int = 0, **more: str | None) -> None:
+        super().__init__(message, **more)
         self.lost_workers = lost_workers
 
 

@@ -8,6 +8,6 @@ from rapidformer_templates.trainer import Trainer
 class Pretrainer(Trainer):
     """The template for pretraining. Its default task is ``--task pretraining``.
 
-    The defaults of its flags are in :data:`rapidformer_templates.planning.resolve.TEMPLATE_DEFAULTS`. It shards
+    The defaults of its flags are in :func:`~rapidformer_templates.planning.resolve.with_template_defaults`. It shards
     model states with FSDP, OSS or SDP. ZeRO and 3D parallelism need :class:`Trainer`.
     """

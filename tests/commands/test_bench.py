@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates.commands.bench import calibrate, models
 from rapidformer_templates.commands.bench.calibrate import Stopwatch, fit_factors, fit_line, fit_parts, predict_steps
-from rapidformer_templates.commands.bench.cli import main
 from rapidformer_templates.commands.bench.models import cpu_is_fast_at_bf16, fast_precision, training_flops
 from rapidformer_templates.commands.bench.run import figures_of
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.switches.auto_strategy import device_file
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.system.workers import Workers
@@ -32,7 +32,7 @@ def test_one_configuration_is_measured(tmp_path: Path, bert_folder: Path) -> Non
         f" --seq-length 16 --data-dir {tmp_path} --data-name train --tokenizer-path {bert_folder} --lr 1e-3"
         " --micro-batch-size 4 --device cpu"
     ).split()
-    assert main(["run", "--turns", "2", "--json", str(tmp_path / "run.json"), *flags]) == 0
+    assert main(["bench", "run", "--turns", "2", "--json", str(tmp_path / "run.json"), *flags]) == 0
     result = json.loads((tmp_path / "run.json").read_text())
     assert result["samples_per_second"] > 0
     assert len(result["seconds"]) == 2
@@ -43,7 +43,7 @@ def test_one_configuration_is_measured(tmp_path: Path, bert_folder: Path) -> Non
 
 @pytest.mark.longer
 def test_a_model_of_known_size_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--steps-a-turn", "2", "--output", str(tmp_path)]) == 0
+    assert main(["bench", *TINY, "--steps-a-turn", "2", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "mfu.json").read_text())
     # A GPT of 2 layers and width 32: blocks of 12 h² + 13 h, tables of 128 words and 16 positions, and the last norm.
     assert result["parameters"] == 2 * (12 * 32**2 + 13 * 32) + (128 + 16) * 32 + 2 * 32
@@ -193,7 +193,7 @@ def test_the_reference_model_is_predicted_in_each_layout(precision: str, tmp_pat
 @pytest.mark.longer
 def test_a_calibration_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "device.json"
-    words = f"calibrate --device cpu --workers 2 1 --seconds 0.001 --output {file}"
+    words = f"bench calibrate --device cpu --workers 2 1 --seconds 0.001 --output {file}"
     assert main(words.split()) == 0
     device = device_file.read_device_file(str(file))
     assert [rates.workers for rates in device.rates] == [1, 2]

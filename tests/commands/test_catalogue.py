@@ -54,22 +54,22 @@ def test_each_code_is_one_rule() -> None:
 
 @pytest.fixture(scope="module")
 def pairs() -> list[list[CompatibilityTable]]:
-    return list(compatibility(REGISTRY))
+    return list(compatibility())
 
 
 @pytest.mark.slow
 def test_generated_documents_are_up_to_date(pairs: list[list[CompatibilityTable]]) -> None:
     page = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
     for name, made in (
-        *document.pages(REGISTRY, pairs).items(),
-        ("parallelism.md", document.filled(page, REGISTRY, pairs)),
+        *document.pages(pairs).items(),
+        ("parallelism.md", document.filled(page, pairs)),
     ):
         assert (ROOT / "docs" / name).read_text(encoding="utf-8") == made, f"docs/{name}: run make docs"
 
 
 @pytest.mark.slow
 def test_every_pair_that_is_refused_has_a_rule_and_whose_it_is(pairs: list[list[CompatibilityTable]]) -> None:
-    refused = [(rules, names) for rules, names in refused_pairs(REGISTRY, pairs)]
+    refused = [(rules, names) for rules, names in refused_pairs(pairs)]
     assert sum(len(names) for _, names in refused) == sum(not pair.templates for row in pairs for pair in row)
     reasons = {name: {rule_origin(rule) for rule in rules} for rules, names in refused for name in names}
     assert reasons["tensor-parallel × fsdp"] == {"documented"}
@@ -80,7 +80,7 @@ def test_every_pair_that_is_refused_has_a_rule_and_whose_it_is(pairs: list[list[
 
 @pytest.mark.parametrize("rule", REGISTRY.all_rules, ids=lambda rule: rule.code)
 def test_explain_shows_an_example_its_answer_and_what_to_do_instead(rule: Rule) -> None:
-    text = explain(rule.code, REGISTRY)
+    text = explain(rule.code)
     title, *sections = text.split("\n\n")
     assert title == f"{rule.code}: {rule.title}"
     found = {head: body for head, _, body in (section.partition("\n") for section in sections)}

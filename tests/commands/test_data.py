@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from rapidformer_templates.commands.data import main
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.indexed import tools as indexed_tools
 from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from rapidformer_templates.data.indexed.writer import BLOCK, IndexedWriter
@@ -26,7 +26,7 @@ SETS = {"a": [[[1], [2]], [[3]]], "b": FIRST, "c": FIRST}
 
 def answer(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
     """Run the command and return its output."""
-    assert main(list(map(str, words))) == status
+    assert main(["data", *map(str, words)]) == status
     shown = capsys.readouterr()
     return shown.err if status == 2 else shown.out
 
@@ -100,9 +100,12 @@ def test_a_merged_set_is_that_of_all_documents(tmp_path: Path, capsys: pytest.Ca
     for end in ("bin", "idx", "sums.json"):
         assert Path(f"{folder}/merged.{end}").read_bytes() == Path(f"{whole}.{end}").read_bytes()
     # The output of an earlier run is not used as an input.
-    assert main(["merge", "--input", str(folder), "--output-prefix", f"{folder}/merged", "--overwrite"]) == 0
+    assert main(["data", "merge", "--input", str(folder), "--output-prefix", f"{folder}/merged", "--overwrite"]) == 0
     assert idx_path(folder / "merged").read_bytes() == idx_path(whole).read_bytes()
-    assert main(["merge", "--input", f"{folder}/b.idx", f"{folder}/a", "--output-prefix", f"{tmp_path}/turned"]) == 0
+    assert (
+        main(["data", "merge", "--input", f"{folder}/b.idx", f"{folder}/a", "--output-prefix", f"{tmp_path}/turned"])
+        == 0
+    )
     assert contents(IndexedDataset(tmp_path / "turned")) == SECOND + FIRST
 
 

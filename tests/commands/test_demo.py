@@ -47,13 +47,14 @@ def test_no_held_out_tweet_is_trained_on(tmp_path: Path) -> None:
 @needs_packages
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_demo_trains_and_leaves_an_earlier_one_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_trains_and_leaves_an_earlier_one_alone(tmp_path: Path) -> None:
     earlier = tmp_path / "demo"
     earlier.mkdir()
     words = ["demo", "--data", str(tmp_path / "data"), "--train", "32", "--held-out", "16", "--save", str(earlier)]
-    assert main(words) == 0
-    run = tmp_path / "demo-2"
-    shown = capfd.readouterr().out
+    command = [sys.executable, "-m", "rapidformer_templates", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    run, shown = tmp_path / "demo-2", done.stdout
     assert f"{earlier} already exists and is left unchanged; this run goes to {run}" in shown
     assert "rapidformer --task sequence_classification --pretrained-model-name-or-path" in shown
     joined = "".join(shown.replace("│", " ").split())  # the table breaks long paths
@@ -70,9 +71,16 @@ def test_the_data_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [len(_rows(tmp_path / f"tweets-{part}.csv")) for part in ("train", "valid")] == [6, 3]
 
 
-def test_the_status_is_that_of_the_training() -> None:
-    assert demo._run(["false"]) == 1
-    assert demo._run(["sh", "-c", "kill -TERM $$"]) == 143
+@needs_packages
+def test_the_status_is_that_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training takes the place of the demo, which then has its exit status and gets its signals."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(demo.os, "execv", lambda program, words: started.append([program, *words]))
+    assert not main(
+        ["demo", "--data", str(tmp_path), "--train", "6", "--held-out", "3", "--save", str(tmp_path / "run")]
+    )
+    assert [words[:4] for words in started] == [[sys.executable, sys.executable, "-m", "rapidformer_templates"]]
+    assert str(tmp_path / "run") in started[0]
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,7 +10,6 @@ import pytest
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.run.early_checks import refuse_mistakes_of_script
-from scripts.mistakes import FILES
 from tests.support.messages import Says
 from tests.support.selection import by_default
 
@@ -18,6 +17,17 @@ HEAVY = (
     "accelerate", "datasets", "deepspeed", "matplotlib", "numpy", "pandas", "peft", "pyarrow", "scipy", "sklearn",
     "tokenizers", "torch", "transformers",
 )  # fmt: skip
+
+SCRIPT = """from rapidformer_templates import Finetuner
+
+
+class Job(Finetuner):
+    pass
+
+
+if __name__ == "__main__":
+    Job.main(lr=0.1)
+"""
 
 PROGRAM = """
 import contextlib, io, json, sys
@@ -60,7 +70,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "three.yaml").write_text("micro_batch_sise: 3\nlearning_rate: 1e-3\ntask: causal_lmm\n")
     (folder / "twice.yaml").write_text("lr: 1e-3\ntask: causal_lm\nlr: 1e-4\n")
     (folder / "fault.yaml").write_text("lr: 1e-3\n task: causal_lm\n")
+    (folder / "tab.yaml").write_text("task: causal_lm\n\tlr: 1e-3\n")
     model = {"architectures": ["BertForSequenceClassification"], "model_type": "bert"}
+    (folder / "half").mkdir()
+    (folder / "half" / "config.json").write_text(json.dumps(model))
     (folder / "trained" / "export").mkdir(parents=True)
     (folder / "trained" / "plan.json").write_text('{"values": {}}')
     (folder / "trained" / "export" / "config.json").write_text(json.dumps(model))
@@ -99,6 +112,10 @@ MISTAKES = (
     "evaluate {0}/trained --data-dir {0}/nowhere --data-name x", "evaluate {0}/trained --mixed-precision bf17 --foo",
     PREDICT + " --text-column words", PREDICT + " --temperature -1 --max-new-tokens 0",
     "chat {0}/trained --temperature inf", "chat {0}/trained", "bench nothing",
+    RIGHT + " --no-save --lrr 1 --data-dir nowhere", RIGHT + " --no-save --epochs", RIGHT + " --no-save my words",
+    RIGHT + " --no-save --epochs 0 --lr -1", RIGHT + " --no-save --clip-grad inf", "--user-script none.py",
+    "--config {0}/tab.yaml", RUN + " --no-save --pretrained-model-name-or-path {0}/half",
+    PREDICT + " --micro-batch-size 0",
     # Programs of others, and slips
     RIGHT + " --device gpu", RIGHT + " --device metal", "job.yaml", "train.py", RIGHT + " --cutoff_len 8",
     RIGHT + " --sequence_len 8", RIGHT + " --finetuning_type lora", RIGHT + " --sample_packing true",
@@ -120,7 +137,7 @@ def test_mistakes_are_reported_before_torch_is_imported(folder: Path, says: Says
 
 
 def test_a_mistyped_flag_of_a_script_is_reported_before_torch_is_imported(tmp_path: Path, says: Says) -> None:
-    (tmp_path / "job.py").write_text(FILES["plain.py"])
+    (tmp_path / "job.py").write_text(SCRIPT)
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")  # Python finds it before the real one
     for words, status in (("--micro-batch-sise 3", 2), ("", 1)):
         command = [sys.executable, "job.py", *words.split()]
@@ -140,11 +157,11 @@ def test_a_mistyped_flag_of_a_script_is_reported_before_torch_is_imported(tmp_pa
 )  # fmt: skip
 def test_a_script_that_may_have_other_flags_is_left_alone(change: tuple[str, str], tmp_path: Path) -> None:
     script = tmp_path / "job.py"
-    script.write_text(FILES["plain.py"])
+    script.write_text(SCRIPT)
     with pytest.raises(ConfigError, match="unknown flag --foo"):
         refuse_mistakes_of_script(str(script), ["--foo"])
     refuse_mistakes_of_script(str(script), ["--foo", "--help"])
-    script.write_text(FILES["plain.py"].replace(*change))
+    script.write_text(SCRIPT.replace(*change))
     refuse_mistakes_of_script(str(script), ["--foo"])
 
 

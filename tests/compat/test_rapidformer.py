@@ -1,6 +1,5 @@
 """Scripts from PAI-Rapidformer's documentation train like our templates, and loops of scripts like plain torch."""
 
-import argparse
 import copy
 import os
 import pickle
@@ -315,7 +314,7 @@ def build_model() -> nn.Module:
 
 
 def composed(flags: str, loader: Any, **more: Any) -> tuple[Any, ...]:
-    with mock.patch("rapidformer_templates.system.launch.program_arguments", return_value=flags.split()):
+    with given(flags):
         engine = rapidformer.RapidformerEngine()
         model = more.pop("model", None) or build_model()
         return engine, *engine.compose(model=model, train_dataloader=loader, **more)
@@ -531,15 +530,9 @@ def test_the_options_of_a_loader_are_kept() -> None:
     assert len({tuple(draw) for draw in draws}) == 3  # they depend on the pass and on the seed
 
 
-def _more_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.add_argument("--words", type=int)
-    return parser
-
-
 def test_arguments_can_be_copied_and_listed() -> None:
-    words = ["--lr", "1e-3", "--words", "7"]
-    with mock.patch("rapidformer_templates.system.launch.program_arguments", return_value=words):
-        rapidformer.RapidformerEngine(_more_flags)
+    with given("--lr 1e-3 --words 7"):
+        rapidformer.RapidformerEngine(extra_args_provider=finetune.get_tasks_args)
     args = rapidformer.get_args()
     for same in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
         assert vars(same) == vars(args)

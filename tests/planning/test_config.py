@@ -21,7 +21,7 @@ from rapidformer_templates.planning.resolve import choose_template, resolve, wit
 from tests.support import lines
 from tests.support.lines import FLAGS
 from tests.support.messages import Says
-from tests.support.requests import CPU, codes, config_of
+from tests.support.requests import CPU, codes
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,7 @@ def test_a_flag_says_what_it_takes(says: Says) -> None:
         "--train-iters=-1epochs", "--train-iters 3samples", "--train-iters epochs", "--train-iters 1e-3epochs",
     ):  # fmt: skip
         with says(ConfigError):
-            config_of(flags)
-
-
-def _length(text: str) -> Any:
-    return parse([f"--train-iters={text}"], switch_options()).training.train_iters
+            read(flags)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +219,7 @@ def _length(text: str) -> Any:
     ],
 )  # fmt: skip
 def test_a_length_in_epochs_is_that_many_passes_rounded_up(text: str, written: str, steps: int) -> None:
-    length = _length(text)
+    length = parse([f"--train-iters={text}"], switch_options()).training.train_iters
     assert isinstance(length, Epochs)
     assert (str(length), length.steps(13)) == (written, steps)
     assert pickle.loads(pickle.dumps(length)) == length
@@ -257,17 +253,16 @@ KNOWN = {
 @pytest.mark.parametrize("name", equivalents())
 def test_what_is_suggested_is_a_flag_with_a_value_that_it_takes(name: str) -> None:
     assert f"--{name.replace('_', '-')}" not in KNOWN, "it is a flag of ours"
-    here = equivalents()[name]
-    words = here.flags.split()
-    assert words or here.note
+    flags, note = equivalents()[name]
+    words = flags.split()
+    assert words or note
     for word, following in zip(words, [*words[1:], "--"], strict=False):
         if not word.startswith("--"):
             continue
-        action = KNOWN[word]
         if not following.startswith("--"):
-            parse([word, following], switch_options())
-        elif action.nargs in (0, "?"):
-            parse([word], switch_options())
+            read(f"{word} {following}")
+        elif KNOWN[word].nargs in (0, "?"):
+            read(word)
 
 
 def test_hints_on_the_command_line(says: Says) -> None:
@@ -279,16 +274,15 @@ def test_hints_on_the_command_line(says: Says) -> None:
         "--zero-3-memory-optimisation", "--train-iter 5", "--zigzag", "--banana", "--ema",
     ):  # fmt: skip
         with says(ConfigError):
-            parse(flags.split(), switch_options())
+            read(flags)
 
 
 def test_hints_in_a_file_and_in_a_script(tmp_path: Path, says: Says) -> None:
-    (tmp_path / "run.yaml").write_text("bf16_full_eval: true\n")
     with says(ConfigError):
-        parse(["--config", str(tmp_path / "run.yaml")], switch_options())
+        read(yaml_file(tmp_path, "bf16_full_eval: true\n"))
     for name in ("bf16_full_eval", "learning_rate", "train_iter", "banana"):
         with says(ConfigError):
-            parse([], switch_options(), in_code={name: (1, "train.py:3")})
+            read("", in_code={name: (1, "train.py:3")})
 
 
 OF = "_memory_optimization"
@@ -311,8 +305,8 @@ def test_a_run_that_leaves_nothing_is_refused_before_it_begins(says: Says) -> No
 def test_a_run_that_leaves_nothing_can_be_asked_for(tmp_path: Path) -> None:
     assert Line([*FLAGS, "--epochs", "1", "--no-save"]).fit()["steps"] == 5
     assert Line([*FLAGS, "--epochs", "1"], no_save=True).fit()["steps"] == 5
-    (tmp_path / "run.yaml").write_text("no_save: true\n")
-    assert Line([*FLAGS, "--epochs", "1", "--config", str(tmp_path / "run.yaml")]).fit()["steps"] == 5
+    file = yaml_file(tmp_path, "no_save: true\n")
+    assert Line([*FLAGS, "--epochs", "1", *file.split()]).fit()["steps"] == 5
 
 
 @pytest.mark.parametrize("flag", ["--overwrite", "--async-save", "--save-interval 5", "--resume", "--keep-best"])
@@ -329,9 +323,8 @@ def test_a_plan_may_leave_open_where_to(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def read_with(tmp_path: Path, yaml: str, flags: str, **in_code: Any) -> RunConfig:
-    (tmp_path / "run.yaml").write_text(yaml)
-    words = f"--config {tmp_path / 'run.yaml'} {flags}".split()
-    return parse(words, switch_options(), in_code={name: (value, "train.py:9") for name, value in in_code.items()})
+    values = {name: (value, "train.py:9") for name, value in in_code.items()}
+    return read(f"{yaml_file(tmp_path, yaml)} {flags}", in_code=values)
 
 
 def test_the_command_lines_iterations_win_over_epochs_from_elsewhere(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """The device of a run: torch's current accelerator, and devices that are refused."""
 
 import importlib.metadata
+import sys
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning import environment
-from rapidformer_templates.planning.environment import detect, detect_accelerator, detect_gpu
+from rapidformer_templates.planning.environment import detect, detect_accelerator
 from tests.support.messages import Says
 
 
@@ -62,9 +65,13 @@ class _Brand:
 
 @pytest.mark.parametrize(("version", "asks"), [("2.13.0+rocm7.1", True), ("2.13.0+xpu", True), ("2.13.0+cpu", False)])
 def test_torch_is_imported_only_where_its_build_says_that_there_may_be_another(
-    version: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+    version: str, asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "version_of_package", lambda name: version)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **unused: ())
-    assert environment._may_have_another_kind() == asks
-    assert detect_gpu() is None
+    monkeypatch.setattr(environment, "detect_gpu", lambda: None)
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(ImportError) if asks else nullcontext():
+        assert detect_accelerator() is None

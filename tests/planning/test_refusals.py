@@ -1,6 +1,5 @@
 """The exact text of refusals, and the rules of kernels, streams, mixtures and trackers."""
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -109,7 +108,7 @@ CORPUS = "--task pretraining --streaming --train-iters 10"
     ],
 )
 def test_combinations(flags: str, expected: list[str]) -> None:
-    assert codes(parse(shlex.split(flags), switch_options())) == expected
+    assert codes(flags) == expected
 
 
 @pytest.mark.parametrize(("size", "tensor", "workers"), [(2, 1, 2), (4, 2, 8), (1, 1, 1)])
@@ -135,7 +134,7 @@ WITH_TWO = on(CPU, packages={"tensorboard": "2.21.0", "mlflow": "unknown"})
     ],
 )  # fmt: skip
 def test_trackers(flags: str, expected: list[str]) -> None:
-    assert codes(parse(shlex.split(f"{RUN} {flags}"), switch_options()), WITH_TWO) == expected
+    assert codes(f"{RUN} {flags}", WITH_TWO) == expected
 
 
 def test_what_is_missing_is_named_with_its_install(says: Says) -> None:
@@ -152,7 +151,7 @@ def test_what_names_no_tracker(says: Says) -> None:
 
 def test_a_list_of_a_file_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("report_to: [wandb, TensorBoard]\n")
-    asked = parse(["--config", str(tmp_path / "run.yaml")], switch_options()).training.report_to
+    asked = config_of(f"--config {tmp_path / 'run.yaml'}").training.report_to
     assert asked == TrackerNames("wandb,tensorboard")
     assert asked is not None
     assert asked.names == chosen_trackers(str(asked), ()) == ("wandb", "tensorboard")

@@ -1,6 +1,7 @@
 """Requests and machines that the tests of switches share."""
 
 import dataclasses
+import shlex
 from collections.abc import Iterable
 from textwrap import dedent
 from typing import Any
@@ -13,6 +14,7 @@ from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Enviro
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY, Registry, switch_options
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.switch import Rule
 
 CPU = Environment(world_size=2, local_world_size=2)
 GPUS = Environment(
@@ -25,7 +27,7 @@ GPUS = Environment(
 
 
 def config_of(flags: str) -> RunConfig:
-    return parse(flags.split(), switch_options())
+    return parse(shlex.split(flags), switch_options())
 
 
 def on(place: Environment, **facts: Any) -> Environment:
@@ -45,6 +47,16 @@ def codes(
     return []
 
 
+def without_rule(code: str) -> Registry:
+    """Return the registry without one rule."""
+
+    def others(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+        return tuple(rule for rule in rules if rule.code != code)
+
+    switches = (dataclasses.replace(switch, rules=others(switch.rules)) for switch in REGISTRY.switches)
+    return Registry(tuple(switches), others(REGISTRY.rules))
+
+
 def with_switches(names: Iterable[str]) -> RunConfig:
     """Return a request for the named switches and nothing else."""
     values = {field: value for name in names for field, value in REGISTRY[name].on.items()}
@@ -53,7 +65,7 @@ def with_switches(names: Iterable[str]) -> RunConfig:
 
 def refusal(flags: str, place: Environment, registry: Registry = REGISTRY, *, training: bool = False) -> str:
     with pytest.raises(Refused) as refused:
-        resolve(parse(flags.split(), switch_options()), place, registry, training=training)
+        resolve(config_of(flags), place, registry, training=training)
     return refused.value.render()
 
 

@@ -20,16 +20,16 @@ from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import Rule
 from tests.support.messages import Says
-from tests.support.requests import CPU, GPUS, codes, config_of, on
+from tests.support.requests import CPU, GPUS, codes, config_of, on, without_rule
 from tests.support.selection import by_default
 
 
 @pytest.mark.parametrize("rule", REGISTRY.all_rules, ids=lambda rule: rule.code)
 def test_example_breaks_its_rule_and_only_as_long_as_the_rule_is_there(rule: Rule) -> None:
-    request = example_request(rule, REGISTRY)
+    request = example_request(rule)
 
     def told(without: bool) -> set[str]:
-        registry = REGISTRY.without(rule.code) if without else REGISTRY
+        registry = without_rule(rule.code) if without else REGISTRY
         try:
             plan = resolve(request.config, request.environment, registry, training=request.training)
         except Refused as refused:
@@ -69,7 +69,7 @@ SCHEDULES = [  # ways to break RF099 whose way out was empty or incomplete
 @pytest.mark.parametrize(("code", "flags", "place"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
 def test_refused(code: str, flags: str, place: object) -> None:
     assert code in codes(flags, place)  # type: ignore[arg-type]
-    assert code not in codes(flags, place, REGISTRY.without(code))  # type: ignore[arg-type]
+    assert code not in codes(flags, place, without_rule(code))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("flags", "place"), ACCEPTED, ids=lambda x: x if isinstance(x, str) else "")
@@ -101,9 +101,7 @@ def follow(change: str, words: list[str], place: Environment) -> tuple[list[str]
     return kept + added, place
 
 
-EXAMPLES = [
-    (rule.example, example_request(rule, REGISTRY).environment, False) for rule in REGISTRY.all_rules if rule.refuses
-]
+EXAMPLES = [(rule.example, example_request(rule).environment, False) for rule in REGISTRY.all_rules if rule.refuses]
 WORKS = {
     "the rules' examples": EXAMPLES,
     "schedules": [(flags, CPU, training) for flags in SCHEDULES for training in (False, True)],
@@ -142,7 +140,7 @@ def test_flash_attention_notes_padding() -> None:
     note = "flash-attention: batches with padding use the memory-efficient kernel"
     config = config_of("--use-flash-attn --task sequence_classification")
     assert note in resolve(config, GPUS, REGISTRY).notes
-    assert note not in resolve(config, GPUS, REGISTRY.without("RF013")).notes
+    assert note not in resolve(config, GPUS, without_rule("RF013")).notes
     assert note not in resolve(config_of("--use-flash-attn --task pretraining"), GPUS, REGISTRY).notes
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
@@ -110,14 +111,15 @@ def test_nobody_listens_where_the_workers_meet(
 
 def test_a_worker_that_does_not_come_is_named(alone_at: int, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
+    connect = rendezvous._connected
 
-    def come(store: TCPStore, world: int, where: str) -> None:
+    def connected_with_one(*arguments: Any) -> TCPStore:
+        store = connect(*arguments)
         store.set("rapidformer/came/1", "")
-        wait(store, world, where)
+        return store
 
-    wait = rendezvous._wait_for_workers
-    monkeypatch.setattr(rendezvous, "_wait_for_workers", come)
-    with says(WorkerFailed, PORT=alone_at):
+    with monkeypatch.context() as patch, says(WorkerFailed, PORT=alone_at):
+        patch.setattr(rendezvous, "_connected", connected_with_one)
         rendezvous.open_store(timedelta(seconds=10))
 
 

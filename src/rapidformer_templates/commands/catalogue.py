@@ -13,7 +13,7 @@ from rapidformer_templates.errors import ConfigError, Suggestion, lines_of
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
 from rapidformer_templates.planning.flag_parser import CommandParser, parse
-from rapidformer_templates.planning.registry import REGISTRY, Registry, in_words
+from rapidformer_templates.planning.registry import REGISTRY, in_words
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import apply, nearest, to_suggestion
 from rapidformer_templates.planning.switch import ADD, TEMPLATES, Change, Request, Rule, Switch
@@ -30,13 +30,24 @@ MATRIX_MACHINE = Environment(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the catalogue.
+    """Print the catalogue and the matrix of the switches.
 
     Args:
         argv: words after ``rapidformer switches``.
     """
+    from rich.table import Table
+
     build_parser().parse_args(argv)
-    show(REGISTRY)
+    catalogue = Table("", "switch", "flags", "what it does", "source", title="Switches, in order of application")
+    for number, switch in enumerate(REGISTRY.switches, 1):
+        flags = flags_of(switch).replace("`", "")
+        catalogue.add_row(str(number), switch.name, flags, switch.summary, in_words(switch.source))
+    console(piped_width=140).print(catalogue)
+    rows = [[pair.cell for pair in row] for row in compatibility()]
+    print("\nTwo at a time: T Trainer, P Pretrainer, F Finetuner, + if what one of them requires is added, – never")
+    print(" " * 26 + "".join(f"{number:<4}" for number in range(1, len(rows) + 1)))
+    for number, (switch, cells) in enumerate(zip(REGISTRY.switches, rows, strict=True), 1):
+        print(f"{number:>2} {switch.name:<23}" + "".join(f"{cell:<4}" for cell in cells))
     return 0
 
 
@@ -65,14 +76,14 @@ class CompatibilityTable:
         return (self.templates + "+" * self.needs_additions) or "–"
 
 
-def compatibility_of(registry: Registry, *switches: Switch) -> CompatibilityTable:
+def compatibility_of(*switches: Switch) -> CompatibilityTable:
     """Check a run with these switches against the rules, in every template."""
     values = {name: value for switch in switches for name, value in switch.on.items()}
-    config = registry.complete(RunConfig()).replace("matrix", **values)
+    config = REGISTRY.complete(RunConfig()).replace("matrix", **values)
     letters, needs_additions, refusals = "", False, []
     for template in TEMPLATES:
         environment = dataclasses.replace(MATRIX_MACHINE, template=template)
-        additions, rules = with_additions(build_request(config, environment, registry.switches), registry)
+        additions, rules = with_additions(build_request(config, environment, REGISTRY.switches))
         if rules:
             refusals.append(rules)
         else:
@@ -81,10 +92,10 @@ def compatibility_of(registry: Registry, *switches: Switch) -> CompatibilityTabl
     return CompatibilityTable(letters, needs_additions, () if letters else min(refusals, key=len))
 
 
-def with_additions(request: Request, registry: Registry) -> tuple[list[Change], tuple[Rule, ...]]:
+def with_additions(request: Request) -> tuple[list[Change], tuple[Rule, ...]]:
     """Return the changes that the request needs to be accepted, and the rules that it breaks even with them."""
     changes: list[Change] = []
-    while refusals := registry.refusals(apply(request, changes, registry)):
+    while refusals := REGISTRY.refusals(apply(request, changes, REGISTRY)):
         possible = (change for _, finding in refusals for change in finding.changes)
         change = next((one for one in possible if one.cost == ADD and one not in changes), None)
         if change is None:
@@ -93,30 +104,14 @@ def with_additions(request: Request, registry: Registry) -> tuple[list[Change], 
     return changes, ()
 
 
-def compatibility(registry: Registry) -> Iterator[list[CompatibilityTable]]:
+def compatibility() -> Iterator[list[CompatibilityTable]]:
     """Yield, for each switch, its compatibility with each switch up to itself."""
-    for i, switch in enumerate(registry.switches):
-        yield [compatibility_of(registry, switch, other) for other in registry.switches[: i + 1]]
+    for i, switch in enumerate(REGISTRY.switches):
+        yield [compatibility_of(switch, other) for other in REGISTRY.switches[: i + 1]]
 
 
 def flags_of(switch: Switch) -> str:
     return " ".join(f"`{spelling(name)}`" for name in switch.fields) or "computed from the two batch sizes"
-
-
-def show(registry: Registry) -> None:
-    """Print the catalogue and the matrix to a terminal."""
-    from rich.table import Table
-
-    catalogue = Table("", "switch", "flags", "what it does", "source", title="Switches, in order of application")
-    for number, switch in enumerate(registry.switches, 1):
-        flags = flags_of(switch).replace("`", "")
-        catalogue.add_row(str(number), switch.name, flags, switch.summary, in_words(switch.source))
-    console(piped_width=140).print(catalogue)
-    rows = [[pair.cell for pair in row] for row in compatibility(registry)]
-    print("\nTwo at a time: T Trainer, P Pretrainer, F Finetuner, + if what one of them requires is added, – never")
-    print(" " * 26 + "".join(f"{number:<4}" for number in range(1, len(rows) + 1)))
-    for number, (switch, cells) in enumerate(zip(registry.switches, rows, strict=True), 1):
-        print(f"{number:>2} {switch.name:<23}" + "".join(f"{cell:<4}" for cell in cells))
 
 
 NAMES = re.compile(r"--|peft|tf32|torch")
@@ -138,7 +133,7 @@ def explain_main(argv: Sequence[str]) -> int:
     if parts := re.fullmatch(r"([A-Z]*)(\d+)", code):
         code = f"{parts[1] or 'RF'}{int(parts[2]):03}"
     if any(rule.code == code for rule in REGISTRY.all_rules):
-        print(explain(code, REGISTRY))
+        print(explain(code))
         return 0
     of_switch = [rule for switch in REGISTRY.switches if switch.name == word.lower() for rule in switch.rules]
     about = [rule for rule in REGISTRY.all_rules if rule in of_switch or word.lower() in rule.title.lower()]
@@ -178,9 +173,9 @@ class Explanation:
     instead: Sequence[Suggestion]
 
 
-def explanation(rule: Rule, registry: Registry) -> Explanation:
+def explanation(rule: Rule) -> Explanation:
     """Break the rule with its example, and return what happens."""
-    request = example_request(rule, registry)
+    request = example_request(rule)
     finding = rule.check(request)[0]
     answer = f"error[{rule.code}]: {finding.message}" if rule.refuses else f"note: {finding.message}"
     if rule.refuses and finding.asked:
@@ -192,14 +187,14 @@ def explanation(rule: Rule, registry: Registry) -> Explanation:
         command=f"{'rapidformer' if rule.training else 'rapidformer plan'} {rule.example}",
         machine=", ".join(f"{name} {value}" for name, value in rule.machine.items()),
         answer=answer,
-        instead=tuple(to_suggestion(path, request) for path in nearest(request, registry)) if rule.refuses else (),
+        instead=tuple(to_suggestion(path, request) for path in nearest(request, REGISTRY)) if rule.refuses else (),
     )
 
 
-def explain(code: str, registry: Registry) -> str:
+def explain(code: str) -> str:
     """Return the explanation of a rule as a text for a terminal."""
-    rule = next(rule for rule in registry.all_rules if rule.code == code)
-    entry = explanation(rule, registry)
+    rule = next(rule for rule in REGISTRY.all_rules if rule.code == code)
+    entry = explanation(rule)
     sections = {
         "Why": [entry.why, f"Source: {entry.source}."],
         "Example": [
@@ -212,15 +207,15 @@ def explain(code: str, registry: Registry) -> str:
     return "\n\n".join([f"{rule.code}: {rule.title}", *parts])
 
 
-def example_request(rule: Rule, registry: Registry) -> Request:
+def example_request(rule: Rule) -> Request:
     """Return the request of a rule's example, parsed in the same way as by ``rapidformer plan``."""
     from rapidformer_templates.commands.plan import PlanFlags
     from rapidformer_templates.planning.resolve import choose_template
 
-    parsed = parse(shlex.split(rule.example), registry.options(), user=PlanFlags)
+    parsed = parse(shlex.split(rule.example), REGISTRY.options(), user=PlanFlags)
     workers = parsed.user.workers or 1
     config = dataclasses.replace(parsed, user=None)
-    template, origin = choose_template(config, registry)
+    template, origin = choose_template(config, REGISTRY)
     environment = Environment(template=template, template_origin=origin, world_size=workers, local_world_size=workers)
     environment = dataclasses.replace(environment, **rule.machine)
-    return build_request(config, environment, registry.switches, training=rule.training)
+    return build_request(config, environment, REGISTRY.switches, training=rule.training)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,11 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
     return saved_model.parser_of_saved("chat", DESCRIPTION, OPTIONS)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Chat until the input ends.
 
     Args:
-        argv: words after ``rapidformer chat``. The default is the command line of this process.
+        argv: words after ``rapidformer chat``.
 
     Raises:
         RapidformerError: the model or a flag cannot be used.
@@ -160,9 +160,8 @@ def _lines(*, at_terminal: bool) -> Iterator[str]:
             return
 
 
-@contextmanager
-def _between_words() -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints an answer piece by piece and lets Ctrl-C stop the answer at the next word.
+def _answer(conversation: Conversation, line: str, role: str = "user") -> None:
+    """Print an answer piece by piece. Ctrl-C stops it at the next word.
 
     Python drops an interrupt that is raised inside a callback, so the signal handler only records it.
     """
@@ -176,15 +175,7 @@ def _between_words() -> Iterator[Callable[[str], None]]:
 
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
-        yield say
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _answer(conversation: Conversation, line: str, role: str = "user") -> None:
-    try:
-        with _between_words() as say:
-            forgotten = conversation.answer(line, say, role)
+        forgotten = conversation.answer(line, say, role)
         print()
     except KeyboardInterrupt:
         print(" …")
@@ -192,5 +183,7 @@ def _answer(conversation: Conversation, line: str, role: str = "user") -> None:
     except DataError as error:
         print(error.render(), file=sys.stderr)
         return
+    finally:
+        signal.signal(signal.SIGINT, before)
     if forgotten:
         print(f"note: the {forgotten} oldest messages are forgotten: the model has no room for them", file=sys.stderr)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 
-from rapidformer_templates.errors import Explained
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed, positive
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.system.processes import interruptible
@@ -14,29 +12,27 @@ from rapidformer_templates.system.processes import interruptible
 TOKENIZER_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run one tool.
 
     Args:
-        argv: words after ``rapidformer data``. The default is the command line of this process.
+        argv: words after ``rapidformer data``.
 
     Returns:
-        The exit status: 0 for success, 1 if ``verify`` found damage, 2 for a mistake or a file that cannot be used,
-        75 if it was interrupted.
+        The exit status: 0 for success, 1 if ``verify`` found damage.
+
+    Raises:
+        RapidformerError: a mistake, or a file that cannot be used.
+        Interrupted: it was asked to stop.
     """
-    words = dashed(sys.argv[1:] if argv is None else argv)
-    try:
-        if words[:1] == ["inspect"] and any(word.partition("=")[0] in ("--task", "--config") for word in words):
-            show: Callable[[list[str]], int] = load_object("rapidformer_templates.commands.inspect_samples:main")
-            return show(words[1:])
-        options = build_parser().parse_args(words)
-        with interruptible("interrupted; nothing was written", "run it again: it starts from the beginning"):
-            run_tool: Callable[[argparse.Namespace], int] = load_object(options.run)
-            status = run_tool(options)
-    except Explained as error:
-        print(error.render(), file=sys.stderr)
-        return error.exit_status
-    return status
+    words = dashed(argv)
+    if words[:1] == ["inspect"] and any(word.partition("=")[0] in ("--task", "--config") for word in words):
+        show: Callable[[list[str]], int] = load_object("rapidformer_templates.commands.data_tools:samples_main")
+        return show(words[1:])
+    options = build_parser().parse_args(words)
+    with interruptible("interrupted; nothing was written", "run it again: it starts from the beginning"):
+        run_tool: Callable[[argparse.Namespace], int] = load_object(options.run)
+        return run_tool(options)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,11 +11,10 @@ import argparse
 import csv
 import importlib.util
 import itertools
+import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         argv: words after ``rapidformer demo``.
 
     Returns:
-        The exit status of the training command.
+        0 after ``--prepare``. Otherwise the training command takes the place of this process.
 
     Raises:
         DataError: the tweets are not installed.
@@ -107,15 +106,17 @@ def main(argv: Sequence[str]) -> int:
     model = demo_model_folder()
     if options.prepare:
         print(model)
-        return 0
-    run = options.save
-    if run.exists():  # so that an earlier demo is never overwritten
-        numbered = (run.with_name(f"{run.name}-{number}") for number in itertools.count(2))
-        run = next(folder for folder in numbered if not folder.exists())
-        print(f"{options.save} already exists and is left unchanged; this run goes to {run}")
-    words = training_words(model, options.data, run)
-    print(f"\n{shlex.join(['rapidformer', *words])}\n", flush=True)
-    return _run([sys.executable, "-m", "rapidformer_templates", *words])
+    else:
+        run = options.save
+        if run.exists():  # so that an earlier demo is never overwritten
+            numbered = (run.with_name(f"{run.name}-{number}") for number in itertools.count(2))
+            run = next(folder for folder in numbered if not folder.exists())
+            print(f"{options.save} already exists and is left unchanged; this run goes to {run}")
+        words = training_words(model, options.data, run)
+        print(f"\n{shlex.join(['rapidformer', *words])}\n", flush=True)
+        # In place of this process, so that signals reach the training and its exit status is that of the demo.
+        os.execv(sys.executable, [sys.executable, "-m", "rapidformer_templates", *words])
+    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -142,24 +143,6 @@ def training_words(model: Path, data: Path, run: Path) -> list[str]:
         *("--lr", "2e-4", "--lr-warmup-fraction", "0.1", "--log-interval", "5"),
         *("--nproc-per-node", "2", "--save", str(run)),
     ]
-
-
-def _run(command: list[str]) -> int:
-    """Run a command and return its exit status.
-
-    A terminal sends Ctrl-C to the command as well. It then saves and exits, and this process waits for it.
-    """
-    with subprocess.Popen(command) as process:
-        handlers = {
-            signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
-            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number)),
-        }
-        try:
-            status = process.wait()
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    return status if status >= 0 else 128 - status
 
 
 def new_main(argv: Sequence[str]) -> int:

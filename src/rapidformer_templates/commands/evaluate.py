@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-from collections.abc import Callable, Sequence
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rapidformer_templates.commands import saved_model
-from rapidformer_templates.commands.lm_eval import evaluate_tasks
+from rapidformer_templates.commands.export import ADAPTERS, base_named_in
 from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.data.finetuning.locating import flags_of_sets, locate, locate_part
 from rapidformer_templates.errors import ConfigError, MistakeCollector
 from rapidformer_templates.models.model_files import check_model_files
-from rapidformer_templates.planning.config import RunConfig, subset_of_flags
+from rapidformer_templates.planning.config import RunConfig, spelling, subset_of_flags
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
 from rapidformer_templates.run.early_checks import check_text_paths
@@ -69,11 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
     return saved_model.parser_of_saved("evaluate", DESCRIPTION, OPTIONS)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Evaluate and print the metrics.
 
     Args:
-        argv: words after ``rapidformer evaluate``. The default is the command line of this process.
+        argv: words after ``rapidformer evaluate``.
 
     Raises:
         RapidformerError: the model, the data or a flag cannot be used.
@@ -84,17 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     script: str | None = values.pop("user_script", None)
     part: str | None = values.pop("part", None)
     as_json: bool = values.pop("json", False)
-    of_its_data = _of_its_data(values, part)
+    of_its_data, whole = _selected(values, part)
     is_validation = of_its_data is saved_model.OF_ITS_DATA
-    if script is None and "task" not in values:
-        _check_metrics(saved)
-    of_a_run: saved_model.Values = {"no_save": True, "lr": 0.0, "train_iters": 1, **_whole(values)}
+    # The flags of the evaluation are those of a run that does not train.
+    of_a_run: saved_model.Values = {"no_save": True, "lr": 0.0, "train_iters": 1, **whole}
     if not script:
-        # The flags of the evaluation, as the configuration of a run that does not train.
-        config = saved.config((*_of_the_run(saved, values), *of_its_data), **{**of_a_run, **values})
-        if not config.data.is_named:
-            hint = "name data with --data-dir and --data-name"
-            raise ConfigError("no data is named, and there is no run to take it from", where="--data-dir", hint=hint)
+        config = _config_without_script(saved, of_its_data, values, of_a_run)
         _check_files(config, part, is_validation=is_validation)
 
     from rapidformer_templates.pretrainer import Pretrainer
@@ -135,41 +135,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _check_metrics(saved: SavedModel) -> None:
-    """Check that the metrics of the run are those of its task.
+def _selected(values: saved_model.Values, part: str | None) -> tuple[Sequence[str], saved_model.Values]:
+    """Return the flags of the run that select the data, and the values with which other data are evaluated whole."""
+    if not any(name in values for name in saved_model.WHERE):
+        return saved_model.OF_ITS_DATA if part in (None, "validation") else saved_model.OF_ITS_PARTS, {}
+    shares = {"split": "0,1,0"} if "data_path" in values and "split" not in values else {}
+    places = [place for name, place in WITHIN.items() if name in values and place not in values]
+    return places, {"validation_fraction": 0.0, **shares}
+
+
+def _config_without_script(
+    saved: SavedModel, of_its_data: Sequence[str], values: saved_model.Values, of_a_run: saved_model.Values
+) -> RunConfig:
+    """Return the configuration of an evaluation by the metrics of a task.
 
     Raises:
-        ConfigError: the script of the run has its own.
+        ConfigError: the script of the run has its own metrics, or no data is named.
     """
-    if hooks := [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]:
+    hooks = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
+    if hooks and "task" not in values:
         message = f"the run's script has its own {hooks[0]}, which only the script knows"
         hint = "give --user-script; --task NAME with --data-dir and --data-name uses the metrics of a task"
         raise ConfigError(message, where=str(saved.run), hint=hint)
-
-
-def _of_the_run(saved: SavedModel, values: saved_model.Values) -> list[str]:
-    """Return the flags of the run on which its metrics depend. Only pretraining on documents needs dynamic shapes."""
     task = values.get("task", saved.values.get("task", (None,))[0])
-    return [name for name in saved_model.OF_THE_RUN if name != "data_iterator" or task == "pretraining"]
-
-
-def _names_data(values: saved_model.Values) -> bool:
-    return any(name in values for name in saved_model.WHERE)
-
-
-def _whole(values: saved_model.Values) -> saved_model.Values:
-    """Return the flags with which other data are evaluated whole."""
-    if not _names_data(values):
-        return {}
-    shares = {"split": "0,1,0"} if "data_path" in values and "split" not in values else {}
-    return {"validation_fraction": 0.0, **shares}
-
-
-def _of_its_data(values: saved_model.Values, part: str | None) -> Sequence[str]:
-    """Return the flags of the run that select the data, which are fewer if the command line names other data."""
-    if _names_data(values):
-        return [place for name, place in WITHIN.items() if name in values and place not in values]
-    return saved_model.OF_ITS_DATA if part in (None, "validation") else saved_model.OF_ITS_PARTS
+    # Only pretraining on documents needs dynamic shapes.
+    of_the_run = [name for name in saved_model.OF_THE_RUN if name != "data_iterator" or task == "pretraining"]
+    config = saved.config((*of_the_run, *of_its_data), **{**of_a_run, **values})
+    if not config.data.is_named:
+        hint = "name data with --data-dir and --data-name"
+        raise ConfigError("no data is named, and there is no run to take it from", where="--data-dir", hint=hint)
+    return config
 
 
 def _check_files(config: RunConfig, part: str | None, *, is_validation: bool) -> None:
@@ -240,3 +235,51 @@ def _show(saved: SavedModel, metrics: dict[str, float], *, as_json: bool, is_run
     if coding and not is_run:
         here = "Here the base is used as it is in its files, so these numbers differ a little from those of the run."
         print(f"note: the run rounded its base with --quantize-base {coding}. {here}")
+
+
+HARNESS_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}
+FORWARDED = {"micro_batch_size": "--batch_size", "max_eval_samples": "--limit", "device": "--device"}
+"""Flags that lm-evaluation-harness knows under another name."""
+
+OTHERS_OF_HARNESS = ("lm_eval", "base", "mixed_precision", "nproc_per_node", "trust_remote_code")
+
+
+def evaluate_tasks(saved: SavedModel, values: Mapping[str, object]) -> int:
+    """Run tasks of lm-evaluation-harness, which prints its table. With a run folder, it also writes ``RUN/lm-eval``.
+
+    Args:
+        values: flags of the command line by field name.
+
+    Returns:
+        The exit status of the harness.
+
+    Raises:
+        ConfigError: the harness is not installed, or a flag has no meaning for it.
+    """
+    if unknown := [name for name in values if name not in (*FORWARDED, *OTHERS_OF_HARNESS)]:
+        message = f"{spelling(unknown[0])} has no effect on the tasks of lm-eval"
+        raise ConfigError(message, where="--lm-eval", hint="leave one of them out")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("lm-eval is not installed", where="--lm-eval", hint="pip install 'lm-eval[hf]'")
+    words = [sys.executable, "-m"]
+    if (workers := values.get("nproc_per_node", 1)) != 1:
+        words += ["accelerate.commands.launch", "--num_processes", str(workers), "-m"]
+    words += ["lm_eval", "--model", "hf", "--model_args", _model_of_harness(saved.folder, values)]
+    words += ["--tasks", str(values["lm_eval"])]
+    words += [word for name, flag in FORWARDED.items() if name in values for word in (flag, str(values[name]))]
+    if values.get("trust_remote_code"):
+        words.append("--trust_remote_code")
+    if saved.run is not None:
+        words += ["--output_path", str(saved.run / "lm-eval")]
+    print(f"runs {shlex.join(words[2:])}", file=sys.stderr, flush=True)
+    return subprocess.run(words, check=False).returncode
+
+
+def _model_of_harness(folder: Path, values: Mapping[str, object]) -> str:
+    """Return the harness's description of the model: with adapters, they are loaded onto their base."""
+    described = {"pretrained": str(folder)}
+    if (folder / ADAPTERS).is_file():
+        described = {"pretrained": str(values.get("base") or base_named_in(folder)), "peft": str(folder)}
+    if precision := values.get("mixed_precision"):
+        described["dtype"] = HARNESS_DTYPES[str(precision)]
+    return ",".join(f"{name}={value}" for name, value in described.items())

@@ -324,7 +324,12 @@ def _show(request: _PlanRequest) -> int:
     try:
         if config.get("auto_strategy") and not options.yaml:
             return _search(request)
-        request, plan = _resolved(request)
+        if config.get("pipeline_stages") == "auto-memory" and not options.yaml:
+            from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
+
+            config = with_stages_by_memory(config, request.place, request.source)
+            request = dataclasses.replace(request, config=config)
+        plan = _with_notes(resolve(config, request.place), config)
     except Refused as refused:
         if not options.json:
             raise
@@ -332,10 +337,10 @@ def _show(request: _PlanRequest) -> int:
         print(json.dumps({"ok": False, "errors": errors}, indent=2))
         return refused.exit_status
     for check in request.checks:
-        check(request.config)
+        check(config)
     if options.yaml:
         program = f"python {request.script.file}" if request.script else "rapidformer"
-        print(f"# {program} --config FILE\n{to_yaml(request.config)}", end="")
+        print(f"# {program} --config FILE\n{to_yaml(config)}", end="")
     else:
         _print_plan(request, plan)
     return 0
@@ -353,16 +358,6 @@ def _search(request: _PlanRequest) -> int:
         place = dataclasses.replace(place, local_world_size=options.local_world_size or max(counts))
         return plan_clusters(config, place, counts, terms, source, as_json=as_json, plot=options.plot, cached=cached)
     return plan_command(config, place, terms, source, as_json=as_json, cached=cached, compared=options.compare)
-
-
-def _resolved(request: _PlanRequest) -> tuple[_PlanRequest, Plan]:
-    """Resolve the flags, after ``--pipeline-stages auto-memory`` has become numbers."""
-    if request.config.get("pipeline_stages") == "auto-memory" and not request.options.yaml:
-        from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
-
-        config = with_stages_by_memory(request.config, request.place, request.source)
-        request = dataclasses.replace(request, config=config)
-    return request, _with_notes(resolve(request.config, request.place), request.config)
 
 
 def _print_plan(request: _PlanRequest, plan: Plan) -> None:

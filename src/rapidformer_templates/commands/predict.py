@@ -62,13 +62,6 @@ class PredictFlags(FileFlags):
 class PredictOptions(FileFlags, saved_model.GenerationFlags):
     """The options of the command that are not flags of a run. ``--overwrite`` is a flag of a run."""
 
-    @classmethod
-    def split_from(cls, values: saved_model.Values) -> PredictOptions:
-        """Remove these options from the values of the command line."""
-        in_code = {f.name: (values.pop(f.name), COMMAND_LINE) for f in dataclasses.fields(cls) if f.name in values}
-        options: PredictOptions = parse([], REGISTRY.options(), user=cls, in_code=in_code).user
-        return options
-
 
 AT_ONCE = {"micro_batch_size": 8}
 """Default number of rows per batch."""
@@ -98,18 +91,20 @@ def build_parser() -> argparse.ArgumentParser:
     return saved_model.parser_of_saved("predict", DESCRIPTION, OPTIONS)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Predict and write the output.
 
     Args:
-        argv: words after ``rapidformer predict``. The default is the command line of this process.
+        argv: words after ``rapidformer predict``.
 
     Raises:
         RapidformerError: the model, the input or a flag cannot be used.
     """
     saved, values = saved_model.words_of_saved(build_parser(), argv, OPTIONS, _check_files)
-    options, script = PredictOptions.split_from(values), values.pop("user_script", None)
-    if script:
+    own = {f.name for f in dataclasses.fields(PredictOptions)}.intersection(values)
+    in_code = {name: (values.pop(name), COMMAND_LINE) for name in own}
+    options: PredictOptions = parse([], REGISTRY.options(), user=PredictOptions, in_code=in_code).user
+    if script := values.pop("user_script", None):
         return _predict_by_script(script, saved, options, values)
     names = (*OF_THE_SAMPLES, *(("seed", *saved_model.OF_ITS_DATA) if options.part else ()))
     config = saved.config(names, **{**AT_ONCE, "evaluate_test": options.part == TEST, **values})
@@ -126,8 +121,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return task, part, task.inputs(part)
 
     def body() -> int:
+        from rapidformer_templates.models.architectures import choose_frequencies
+        from rapidformer_templates.run.predictions import predict_inputs
+        from rapidformer_templates.system.terminal import ProgressBar
+
         with explained_without_plan(str(saved.folder), "a smaller --micro-batch-size, or a device with more memory"):
-            _predict(config, options, *read())
+            task, part, inputs = read()
+            with saved_model.model_on_device(task, config) as (model, workers):
+                choose_frequencies(model, config.model.seq_length)
+                with ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar:
+                    records = predict_inputs(
+                        task, model, inputs, config.data.micro_batch_size, saved_model.generation_of(options, config),
+                        workers, lambda count: bar.advance(count, lambda: ""),
+                    )  # fmt: skip
+                if workers.is_main:
+                    _finish(options, part.table, records)
+                workers.barrier()
         return 0
 
     return saved_model.in_workers(config.launch.nproc_per_node, config.launch.master_port, read, body)
@@ -267,23 +276,6 @@ def _part_of_run(config: RunConfig, part: str) -> DataPart:
     if rows is None:
         raise DataError(f"the data of the run have no {part} part", where="--part", hint="choose another part")
     return rows
-
-
-def _predict(config: RunConfig, options: PredictOptions, task: Task, part: DataPart, inputs: Inputs) -> None:
-    from rapidformer_templates.models.architectures import choose_frequencies
-    from rapidformer_templates.run.predictions import predict_inputs
-    from rapidformer_templates.system.terminal import ProgressBar
-
-    with saved_model.model_on_device(task, config) as (model, workers):
-        choose_frequencies(model, config.model.seq_length)
-        with ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar:
-            records = predict_inputs(
-                task, model, inputs, config.data.micro_batch_size, saved_model.generation_of(options, config), workers,
-                lambda count: bar.advance(count, lambda: ""),
-            )  # fmt: skip
-        if workers.is_main:
-            _finish(options, part.table, records)
-        workers.barrier()
 
 
 def _finish(options: PredictOptions, rows: Iterable[Mapping[str, object]], records: Sequence[object]) -> None:

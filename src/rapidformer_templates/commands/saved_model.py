@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rapidformer_templates.commands.export import step_to_export
 from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector
-from rapidformer_templates.planning.config import COMMAND_LINE, RunConfig, spelling
+from rapidformer_templates.planning.config import COMMAND_LINE, RunConfig, checked_value, field_types, spelling
 from rapidformer_templates.planning.environment import detect
-from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, check_values, parse, parse_words
+from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, parse, parse_words
 from rapidformer_templates.planning.flags import DataFlags, ModelFlags, flag
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.folder import RunFolder
@@ -94,14 +94,14 @@ Values = dict[str, Any]
 
 def words_of_saved(
     parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
+    argv: Sequence[str],
     options: Iterable[type],
     check: Callable[[Values], None] = lambda values: None,
 ) -> tuple[SavedModel, Values]:
     """Return the saved model, and the values of the command line.
 
     Args:
-        argv: words after the name of the command. The default is the command line of this process.
+        argv: words after the name of the command.
         options: dataclasses with the command's flags.
         check: the command's own check of the values.
 
@@ -109,9 +109,12 @@ def words_of_saved(
         RapidformerError: the mistakes of the command, all at once.
     """
     mistakes = MistakeCollector()
-    values = parse_words(parser, sys.argv[1:] if argv is None else argv, mistakes)
+    values = parse_words(parser, argv, mistakes)
     path = values.pop("run")
-    check_values(values, options, mistakes)
+    for kind in options:
+        for f in dataclasses.fields(kind):
+            if f.name in values:
+                mistakes.run(checked_value, f, field_types(kind)[f.name], values[f.name], COMMAND_LINE)
     saved = None
     with mistakes.collect():
         saved = find_saved(str(path))

@@ -99,12 +99,8 @@ def installed_packages() -> dict[str, str]:
             continue
         if name == "apex" and importlib.util.find_spec("apex.optimizers") is None:
             continue
-        try:
-            versions[name] = version_of_package(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "unknown"
-        else:
-            versions[name] += "+cpu" if name == "onnxruntime" else ""
+        version = versions_of([name]).get(name)
+        versions[name] = "unknown" if version is None else version + "+cpu" * (name == "onnxruntime")
     return versions
 
 
@@ -188,8 +184,11 @@ def detect_accelerator() -> str | None:
     """
     if detect_gpu() is not None:
         return "cuda"
-    if "torch" not in sys.modules and not _may_have_another_kind():
-        return None
+    if "torch" not in sys.modules:
+        build = torch_build()
+        plugins = importlib.metadata.entry_points(group="torch.backends")  # those that torch imports, as torch_npu
+        if build is None or not (build.startswith(("rocm", "xpu")) or sys.platform == "darwin" or plugins):
+            return None
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -207,14 +206,6 @@ def ask_torch_if_needed(device: str) -> None:
         return
     if torch_build() not in (None, "cpu"):
         import torch  # noqa: F401
-
-
-def _may_have_another_kind() -> bool:
-    build = torch_build()
-    if build is None:
-        return False
-    plugins = importlib.metadata.entry_points(group="torch.backends")  # packages that torch imports, such as torch_npu
-    return build.startswith(("rocm", "xpu")) or sys.platform == "darwin" or bool(plugins)
 
 
 def no_device(kind: str) -> str:

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from yaml.constructor import SafeConstructor
@@ -423,14 +423,6 @@ def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
     return rest
 
 
-def check_values(values: Mapping[str, object], options: Iterable[type], mistakes: MistakeCollector) -> None:
-    """Collect each value of the command line that has the wrong type or is out of range."""
-    for kind in options:
-        for f in dataclasses.fields(kind):
-            if f.name in values:
-                mistakes.run(checked_value, f, field_types(kind)[f.name], values[f.name], COMMAND_LINE)
-
-
 def _list_of_flags(parser: argparse.ArgumentParser) -> str:
     return f"{parser.prog} {'--help-all' if isinstance(parser, FlagParser) else '--help'} lists every flag"
 
@@ -442,27 +434,15 @@ SIMILAR = 0.75
 """How similar two names must be to suggest one for the other: ``tf31`` and ``tf32``, but not ``bf16`` and ``tf32``."""
 
 
-class Equivalent(NamedTuple):
-    """This library's equivalent of another trainer's flag.
-
-    Attributes:
-        flags: the flags, with a value if the name implies one (``--mixed-precision bf16``). Empty if there is none.
-        note: additional information.
-    """
-
-    flags: str
-    note: str = ""
-
-
 @cache
-def equivalents() -> dict[str, Equivalent]:
-    """Return the equivalents of ``peers.toml`` by name, with underscores."""
+def equivalents() -> dict[str, tuple[str, str]]:
+    """Return (flags, note) of each flag of another trainer in ``peers.toml``, by its name with underscores.
+
+    The flags are this library's equivalent, with a value if the name implies one (``--mixed-precision bf16``).
+    """
     table = tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
-    return {
-        name.replace("-", "_"): Equivalent(*columns)
-        for names, *columns in table["equivalents"]
-        for name in names.split()
-    }
+    rows = ((names.split(), flags, "".join(note)) for names, flags, *note in table["equivalents"])
+    return {name.replace("-", "_"): (flags, note) for names, flags, note in rows for name in names}
 
 
 def as_yaml(flags: str) -> str:
@@ -490,10 +470,9 @@ def flag_hint(word: str, known: Iterable[str], spelled: Callable[[str], str] = s
         spelled: formats flags as the source of the name does. By default, as a command line.
     """
     name = word.lstrip("-").replace("-", "_").lower()
-    equivalent = equivalents().get(name)
-    if equivalent is not None:
-        hint = equivalent.flags and f"did you mean {spelled(equivalent.flags)}?"
-        return " ".join(filter(None, (hint, equivalent.note)))
+    if name in equivalents():
+        here, note = equivalents()[name]
+        return " ".join(filter(None, (here and f"did you mean {spelled(here)}?", note)))
     flags = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
     near = alike(name, flags, cutoff=SIMILAR)
     return f"did you mean {spelled(flags[near[0]])}?" if near else None

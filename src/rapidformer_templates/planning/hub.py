@@ -80,18 +80,10 @@ def prepare_config(flags: ModelFlags) -> None:
     """Download the configuration of a model on the hub, which plans read. Does nothing for a folder.
 
     Raises:
-        ModelError: it cannot be downloaded, or the file system does not allow such a name. A plan can go without it if
-            the error is :class:`HubUnreachable`.
+        ModelError: it cannot be downloaded. A plan can go without it if the error is :class:`HubUnreachable`.
     """
     name = flags.pretrained_model_name_or_path
-    if name is None:
-        return
-    try:
-        Path(name).exists()
-    except OSError as error:  # a name that is too long
-        message = f"{name[:40]} … cannot be a folder: {error.strerror}"
-        raise ModelError(message, where=PRETRAINED, hint="name a folder, or a model on the hub") from error
-    if is_hub_name(name):
+    if name is not None and not Path(name).exists() and is_hub_name(name):
         model_folder(name, flags.revision, "config", flag=PRETRAINED)
 
 

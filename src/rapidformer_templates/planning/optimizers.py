@@ -128,16 +128,12 @@ OPTIMIZER_PACKAGES = {name: OptimizerPackage(name, **_tuples(facts)) for name, f
 """The packages of optimizers by name."""
 
 
-def _classes() -> dict[str, OptimizerClass]:
-    classes: dict[str, OptimizerClass] = {}
-    for path, facts in _TABLE["classes"].items():
-        l2, state = facts.get("l2"), getattr(optimizer_states, facts["state"])
-        classes[path] = OptimizerClass(path=path, **facts | {"state": state, "l2": classes.get(l2, l2)})
-    return classes
-
-
-CLASSES: Mapping[str, OptimizerClass] = _classes()
+CLASSES: dict[str, OptimizerClass] = {}
 """Every class that a run can choose, by its path in a plan: of a record, its fallback and their forms with L2."""
+
+for _path, _facts in _TABLE["classes"].items():
+    _l2, _state = _facts.get("l2"), getattr(optimizer_states, _facts["state"])
+    CLASSES[_path] = OptimizerClass(path=_path, **_facts | {"state": _state, "l2": CLASSES.get(_l2, _l2)})
 
 ADAMW, FUSED_ADAMW = CLASSES["torch.optim.AdamW"], CLASSES["torch.optim.AdamW (fused)"]
 CPU_ADAM = CLASSES["deepspeed.ops.adam.DeepSpeedCPUAdam"]

@@ -98,10 +98,6 @@ class Registry:
         """Return every rule that refuses the request, with the finding."""
         return [(rule, finding) for rule in self.consulted(request) if rule.refuses for finding in rule.check(request)]
 
-    def noted(self, request: Request) -> list[Finding]:
-        """Return the findings of the rules that only add a note."""
-        return [finding for rule in self.consulted(request) if not rule.refuses for finding in rule.check(request)]
-
     def options(self) -> dict[str, type]:
         """Return the options dataclass of each switch, by its name: the ``switch_options`` of ``config.parse``."""
         return {switch.name: switch.options for switch in self.switches}
@@ -120,15 +116,6 @@ class Registry:
         for switch in self.switches:
             config = switch.adopt(config) if switch.adopt else config
         return config
-
-    def without(self, code: str) -> Registry:
-        """Return this registry without one rule. The tests of rules compare with it."""
-
-        def without_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-            return tuple(rule for rule in rules if rule.code != code)
-
-        switches = (dataclasses.replace(switch, rules=without_code(switch.rules)) for switch in self.switches)
-        return Registry(tuple(switches), without_code(self.rules))
 
 
 def _by_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:

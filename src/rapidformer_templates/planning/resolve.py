@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rapidformer_templates.errors import Diagnostic, Refused, Suggestion
 from rapidformer_templates.planning.checks import PARTITIONING
@@ -116,7 +116,8 @@ def _engine(request: Request, options: EngineOptions) -> str:
 def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
     notes = [*request.environment.notes, *request.config.replaced, *request.config.chosen]
     notes += [note for switch in request.active.values() for note in switch.notes(request)]
-    notes += [finding.message for finding in registry.noted(request)]
+    noting = [rule for rule in registry.consulted(request) if not rule.refuses]
+    notes += [finding.message for rule in noting for finding in rule.check(request)]
     micro = request.sizes.micro_batch
     if micro > 1 and micro_follows(request.config):
         sizes = f"--global-batch-size {request.sizes.global_batch} / {request.sizes.data} data-parallel"
@@ -129,14 +130,6 @@ def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
         later = "what depends on its kind is checked again when training starts"
         notes.append(f"no {what} is visible here: {later}")
     return tuple(notes)
-
-
-TEMPLATE_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "Trainer": {},
-    "Pretrainer": {"task": "pretraining"},
-    "Finetuner": {},  # the task decides the defaults of fine-tuning, so they are the same in every template
-}
-"""Flags that a template sets if nothing else does, by the template's name."""
 
 
 def choose_template(config: RunConfig, registry: Registry = REGISTRY) -> tuple[str, str]:
@@ -161,9 +154,12 @@ def choose_template(config: RunConfig, registry: Registry = REGISTRY) -> tuple[s
 
 
 def with_template_defaults(config: RunConfig, template: str) -> RunConfig:
-    """Return the configuration with the template's defaults for flags without a value."""
-    preferred = {name: value for name, value in TEMPLATE_DEFAULTS[template].items() if name not in config.origins}
-    return config.replace(template, **preferred) if preferred else config
+    """Return the configuration with the template's own default: the task of a ``Pretrainer`` is pretraining.
+
+    The task decides the defaults of fine-tuning, so they are the same in every template.
+    """
+    is_open = template == "Pretrainer" and "task" not in config.origins
+    return config.replace(template, task="pretraining") if is_open else config
 
 
 Path = tuple[Change, ...]

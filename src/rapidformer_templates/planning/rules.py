@@ -6,12 +6,10 @@ Rules about data and tasks are in :mod:`~rapidformer_templates.planning.data_rul
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import Field
-from functools import cache
 
 from rapidformer_templates.errors import alike
 from rapidformer_templates.planning.checks import ENCODER_DECODER, Given, clash, needs, one_claim
-from rapidformer_templates.planning.config import fields_of, spelling
+from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.settings import file_schedule
 from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flag_values import TRACKERS, TRACKERS_INSTALL, TrackerNames, chosen_trackers
@@ -153,21 +151,13 @@ def _has_companion(request: Request) -> Iterator[Finding]:
 
     Why: alone it would be silently ignored.
     """
-    for declared, companion in _with_companions(request.config.kinds()):
-        (name, default), (other, value) = (declared.name, declared.default), declared.metadata["only_with"]
-        if request.config.get(name) != default and request.config.get(other) == companion.default:
-            changes = (add({other: value}), drop({name: default}))
+    config = request.config
+    for declared in config.fields():
+        name, (other, value) = declared.name, declared.metadata.get("only_with") or (None, None)
+        if other and config.get(name) != declared.default and config.get(other) == config.default(other):
+            changes = (add({other: value}), drop({name: declared.default}))
             message = f"{spelling(name)} has no effect without {spelling(other)}"
             yield Finding(message, request.asked(name), changes=changes)
-
-
-@cache
-def _with_companions(kinds: tuple[type, ...]) -> tuple[tuple[Field[object], Field[object]], ...]:
-    """Return each flag that has an effect only with another one, together with that one."""
-    fields = [declared for kind in kinds for declared in fields_of(kind)]
-    by_name = {declared.name: declared for declared in fields}
-    pairs = ((declared, declared.metadata.get("only_with")) for declared in fields)
-    return tuple((declared, by_name[pair[0]]) for declared, pair in pairs if pair)
 
 
 @RULES.add("RF050", "[rapidformer_templates]", "--task sequence_classification --pack-sequences")

@@ -56,12 +56,6 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type != HOST.type
 
 
-def make_current(device: torch.device) -> None:
-    """Make ``device`` the current device of this thread."""
-    if is_asynchronous(device):
-        torch.accelerator.set_device_index(device.index or 0)
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has completed its queued work."""
     if is_asynchronous(device):

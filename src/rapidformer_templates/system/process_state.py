@@ -199,7 +199,13 @@ class MemoryPeak:
 @contextmanager
 def measured_peak(device: torch.device) -> Iterator[MemoryPeak]:
     """Measure the memory that the body of the context needs. The yielded peak is set when the context ends."""
-    peak, host, on_device = MemoryPeak(), _reset_host_peak(), 0
+    peak, on_device = MemoryPeak(), 0
+    _earlier_peaks[accelerator.HOST] = peak_bytes(accelerator.HOST)
+    try:  # let the peak of the host begin again, if the system can
+        _RESET_PEAK.write_text("5")  # see proc_pid_clear_refs(5)
+        host = resident_bytes("VmRSS")
+    except OSError:
+        host = resident_bytes("VmHWM")
     if accelerator.is_asynchronous(device):
         _earlier_peaks[device] = peak_bytes(device)
         on_device = accelerator.reset_peak_bytes(device)
@@ -217,15 +223,6 @@ def peak_bytes(device: torch.device) -> int:
     if allocated is None:
         device, allocated = accelerator.HOST, _largest_resident()
     return max(allocated, _earlier_peaks.get(device, 0))
-
-
-def _reset_host_peak() -> int:
-    """Let the peak begin again, if the system can, and return the bytes that it begins with."""
-    _earlier_peaks[accelerator.HOST] = peak_bytes(accelerator.HOST)
-    with suppress(OSError):
-        _RESET_PEAK.write_text("5")  # see proc_pid_clear_refs(5)
-        return resident_bytes("VmRSS")
-    return resident_bytes("VmHWM")
 
 
 def resident_bytes(field: Literal["VmHWM", "VmRSS"]) -> int:

@@ -91,7 +91,7 @@ class StopSignal:
         self.signals.append(number)
 
 
-class StopRequest:
+class StopRequest(StopSignal):
     """A request to end the run.
 
     Outside of the loop there is nothing left to save, so the request ends the run at once. Inside the loop a second
@@ -103,7 +103,7 @@ class StopRequest:
     """
 
     def __init__(self, resumes: Callable[[], bool] = lambda: False, *, alone: bool = True) -> None:
-        self._signal = StopSignal()
+        super().__init__()
         self._resumes = resumes
         self._alone = alone
         self._in_loop = self._raised = False
@@ -111,11 +111,11 @@ class StopRequest:
 
     @property
     def is_requested(self) -> bool:
-        return bool(self._signal.signals)
+        return bool(self.signals)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._signal(number, frame)
-        if self._signal.is_repeated and self._alone:
+        super().__call__(number, frame)
+        if self.is_repeated and self._alone:
             os.write(2, b"stopped at once, as requested twice\n")  # print is not safe here because it may be running
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -238,23 +238,18 @@ class WorkerProcesses:
         self._files = [folder / f"error-{rank}.json" for rank in range(len(environments))]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._noticed: dict[int, float] = {}
-        try:
-            for environment, file in zip(environments, self._files, strict=True):
-                variables = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
-                if self._output:
-                    variables["PYTHONUNBUFFERED"] = "1"  # Python would buffer output to a file
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        env={**os.environ, **environment, **variables},
-                        start_new_session=True,
-                        stdout=self._output.stdout if self._output else None,
-                        stderr=self._output.stderr if self._output else None,
-                    )
-                )
-        except OSError:  # not enough memory or process ids for one more process
-            self.kill()
-            raise
+        for environment, file in zip(environments, self._files, strict=True):
+            variables = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
+            if self._output:
+                variables["PYTHONUNBUFFERED"] = "1"  # Python would buffer output to a file
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment, **variables},
+                start_new_session=True,
+                stdout=self._output.stdout if self._output else None,
+                stderr=self._output.stderr if self._output else None,
+            )
+            self._processes.append(process)
 
     def wait(self, stop: StopSignal) -> None:
         """Wait for all workers. Signals are passed on, and a repeated request kills the workers.
@@ -280,25 +275,20 @@ class WorkerProcesses:
                 deadline = time.monotonic() + (GRACE if saves else HANG_GRACE)
             if stop.is_repeated or time.monotonic() > deadline:
                 self.kill()
-            self._show()
+            if self._output:
+                self._output.show()
             time.sleep(POLL)
-        self._show()
-        if self._output:
-            self._output.close()
-            self._output = None
-
-    def _show(self) -> None:
         if self._output:
             self._output.show()
+            self._output.close()
+            self._output = None
 
     def kill(self) -> None:
         """Kill the remaining workers, with the processes that they have started."""
         for process in self._running():
             self._noticed[self._processes.index(process)] = math.inf
-            try:
+            with suppress(ProcessLookupError):  # it has already ended
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it has already ended
 
     def failures(self) -> list[Failure]:
         """Return the workers that failed. A worker that still runs counts as killed."""

@@ -43,8 +43,11 @@ def open_store(timeout: timedelta) -> TCPStore:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _connected(address, port, rank, world, timeout)
     store.set(f"rapidformer/came/{rank}", "")
-    if rank == 0:
-        _wait_for_workers(store, world, f"{address}:{port}")
+    wait, missing = _Wait(), list(range(1, world)) if rank == 0 else []
+    while missing := [rank for rank in missing if not store.check([f"rapidformer/came/{rank}"])]:
+        names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+        hint = "check that they run, their MASTER_ADDR and MASTER_PORT, and whether a firewall lets them pass"
+        wait.go_on(f"{len(missing)} of {world} workers have not connected to {address}:{port}: {names}", hint)
     return store
 
 
@@ -120,15 +123,6 @@ def _wait_until_served(address: str, port: int, rank: int) -> None:
         else:
             return
         wait.go_on(f"worker {rank} cannot reach worker 0 at {address}:{port}: {reason}", hint)
-
-
-def _wait_for_workers(store: TCPStore, world: int, where: str) -> None:
-    """Wait until all workers have connected to the store."""
-    wait, missing = _Wait(), list(range(1, world))
-    while missing := [rank for rank in missing if not store.check([f"rapidformer/came/{rank}"])]:
-        names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-        hint = "check that they run, their MASTER_ADDR and MASTER_PORT, and whether a firewall lets them pass"
-        wait.go_on(f"{len(missing)} of {world} workers have not connected to {where}: {names}", hint)
 
 
 def check_interface() -> None:

@@ -230,7 +230,8 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     sizes = sizes or Sizes()
     place = launched() or Launched()
     device = accelerator.device_of(device_type, place.local_rank)
-    accelerator.make_current(device)
+    if accelerator.is_asynchronous(device):
+        torch.accelerator.set_device_index(device.index or 0)
     if _left_open.is_set():
         _left_open.clear()
         _close_group()

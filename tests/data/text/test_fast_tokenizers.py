@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
 
-from rapidformer_templates.commands.data import main
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.text import fast_tokenizers, preprocess
 from rapidformer_templates.data.text.encoding import Encoded, Encoder, EncodingJob, EncodingRecipe
@@ -171,7 +171,7 @@ def sentences(tmp_path: Path) -> Path:
 
 
 def train(sentences: Path, folder: Path, *words: str) -> int:
-    return main(["tokenizer", "--input", str(sentences), "--output", str(folder), *words])
+    return main(["data", "tokenizer", "--input", str(sentences), "--output", str(folder), *words])
 
 
 def all_files(folder: Path) -> dict[str, bytes]:
@@ -243,7 +243,7 @@ def test_preprocess_with_it_in_both_ways(sentences: Path, tmp_path: Path, kind: 
     for name, words in (("type", by_type), ("folder", by_folder)):
         prefix = tmp_path / name
         command = ["preprocess", "--input", str(sentences), "--output-prefix", str(prefix), "--workers", "1"]
-        assert main([*command, *words, "--append-eod"]) == 0
+        assert main(["data", *command, *words, "--append-eod"]) == 0
         made.append(Path(f"{prefix}_text_document.bin").read_bytes())
     assert made[0] == made[1]
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -10,13 +10,12 @@ import json
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rapidformer_templates.errors import ConfigError, Explained
+from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.environment import versions_of
 from rapidformer_templates.planning.flag_parser import CommandParser, positive
 from rapidformer_templates.system.terminal import console
@@ -30,31 +29,26 @@ SCALES = ("tiny", "small", "bert-base", "gpt-124m", "paper")
 """Names of the models of ``bench mfu``."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark.
+def main(argv: Sequence[str]) -> int:
+    """Run one benchmark, and return the exit status.
 
     Args:
-        argv: words after ``rapidformer bench``. The default is the command line of this process.
+        argv: words after ``rapidformer bench``.
 
-    Returns:
-        The exit status: 0 for success, or that of the error. It is 2 for a mistake in the command.
+    Raises:
+        RapidformerError: a mistake in the command, or a run that failed.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    try:
-        if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-            hint = f"in the root of a checkout of the repository: python -m benchmarks {' '.join(words)}"
-            message = f"rapidformer bench has {', '.join(COMMANDS)}, and no {words[0]}"
-            raise ConfigError(message, where="rapidformer bench", hint=hint)
-        # Flags that `run` and `mfu` do not know belong to the training command that they measure.
-        options, rest = parser.parse_known_args(words)
-        if rest and options.module != "run":
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        options.words = rest
-        status: int = import_module(f"rapidformer_templates.commands.bench.{options.module}").main(options)
-    except Explained as error:
-        print(error.render(), file=sys.stderr)
-        return error.exit_status
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        hint = f"in the root of a checkout of the repository: python -m benchmarks {' '.join(argv)}"
+        message = f"rapidformer bench has {', '.join(COMMANDS)}, and no {argv[0]}"
+        raise ConfigError(message, where="rapidformer bench", hint=hint)
+    # Flags that `run` and `mfu` do not know belong to the training command that they measure.
+    options, rest = parser.parse_known_args(argv)
+    if rest and options.module != "run":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.words = rest
+    status: int = import_module(f"rapidformer_templates.commands.bench.{options.module}").main(options)
     return status
 
 

@@ -121,11 +121,6 @@ def converted(file: Path, name: str | None, options: reader.Options) -> tuple[st
     if file.suffix == ".sh" or (name == "megatron" and file.suffix not in (".yaml", ".yml")):
         return "megatron", reader.convert_megatron(*arguments_of_script(text), options)
     values = reader.mapping_of(text, file)
-    arguments = values.get("MODEL_ARGS")
-    if name in (None, "megatron") and isinstance(arguments, dict):  # a test of Megatron-LM
-        named = {key.removeprefix("--"): value for key, value in arguments.items()}
-        script = re.search(r"pretrain_\w+\.py", text)
-        return "megatron", reader.convert_megatron(script[0] if script else "pretrain_gpt.py", named, None, options)
     name = name or recognized(values, file)
     if name == "megatron":
         raise ConfigError(f"{file} is not a shell script", where="--from megatron", hint="leave --from out")

@@ -265,7 +265,10 @@ class Conversion:
             ConfigError: a value has the wrong type or is out of range.
         """
         values, self.flags = self.flags, {}
-        for name, (declared, annotation) in _flags().items():
+        kinds = [*SECTIONS.values(), *switch_options().values()]
+        flags = [(f, field_types(kind)[f.name]) for kind in kinds for f in dataclasses.fields(kind)]
+        for declared, annotation in flags:
+            name = declared.name
             value = values.get(name)
             if value in NONE:
                 continue
@@ -283,13 +286,6 @@ class Conversion:
                 if checked in (0, 1) and checked == NOTHING.get(name, declared.default):
                     continue  # it changes nothing
             self.flags[name] = value
-
-
-@cache
-def _flags() -> Mapping[str, tuple[dataclasses.Field[object], object]]:
-    """Return the declaration and the type of each flag."""
-    kinds = [*SECTIONS.values(), *switch_options().values()]
-    return {f.name: (f, field_types(kind)[f.name]) for kind in kinds for f in dataclasses.fields(kind)}
 
 
 @cache

@@ -60,25 +60,20 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[FlagValue]:
     Raises:
         ConfigError: a value does not have its flag's type, or is out of range.
     """
-    return [
-        FlagValue(field, path, config.checked(field, whole(value), f"{file.where(path)}, {path}"), shown_value)
-        for field, path, value, shown_value in _flag_values(file.content)
-    ]
-
-
-def _flag_values(content: Section) -> Iterator[tuple[str, str, Json, str]]:
-    """Yield (field, path, the flag's value, the key's value as shown) of each value that is a flag."""
-    for path, field in key_table().entries.items():
-        if (value := look_up(content, path)) is not None:
-            yield field, path, value, str(value)
-    for field, path, value in _other_flags(content):
-        yield field, path, value, str(look_up(content, path))
+    content = file.content
+    entries = [(field, path, look_up(content, path)) for path, field in key_table().entries.items()]
+    own = [*((field, path, value) for field, path, value in entries if value is not None), *_other_flags(content)]
+    found = [(field, path, value, str(look_up(content, path))) for field, path, value in own]
     parameters = section_at(content, "scheduler.params")
     for name, default in DEEPSPEED_SCHEDULES.get(type_of(content, "scheduler"), {}).items():
         value = parameters.get(name, default)
         if value is not None and value != AUTO:
             note = "" if name in parameters else " (DeepSpeed's default)"
-            yield DEEPSPEED_FLAGS[name], f"scheduler.params.{name}", value, f"{value}{note}"
+            found.append((DEEPSPEED_FLAGS[name], f"scheduler.params.{name}", value, f"{value}{note}"))
+    return [
+        FlagValue(field, path, config.checked(field, whole(value), f"{file.where(path)}, {path}"), shown_value)
+        for field, path, value, shown_value in found
+    ]
 
 
 def _other_flags(content: Section) -> Iterator[tuple[str, str, Json]]:
