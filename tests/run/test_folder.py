@@ -21,7 +21,6 @@ import pytest
 from rapidformer_templates import Data
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.run import folder as run_folder
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.folder import CONTENTS, RunFolder, RunLock, read_metrics
 from rapidformer_templates.system.workers import Workers
@@ -128,7 +127,7 @@ def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monk
 
     seen = set()
     for folder in each_crash(prepare, overwrite):
-        found, passed_over = checkpoint_check.newest_complete(folder / "checkpoints", alone())
+        found, passed_over = checkpoint.newest_complete(folder / "checkpoints", alone())
         whole = all((folder / name).exists() for name in CONTENTS)
         assert not passed_over
         assert found is None or whole

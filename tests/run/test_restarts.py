@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rapidformer_templates.errors import ConfigError, RapidformerError, ReportedError, WorkerFailed
-from rapidformer_templates.run import restarts
+from rapidformer_templates.run import new_workers
 from rapidformer_templates.run.fit import join_and_train
 from rapidformer_templates.run.folder import RunFolder, read_metrics
-from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_numbers
+from rapidformer_templates.run.new_workers import Flags, run_with_restarts, worker_numbers
 from rapidformer_templates.system.processes import Failure
 from rapidformer_templates.system.workers import Workers
 from tests.support.dropout_runs import DropoutJob
@@ -101,7 +101,7 @@ def killed(count: int = 1) -> WorkerFailed:
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     slept: list[float] = []
-    monkeypatch.setattr(restarts.time, "sleep", slept.append)
+    monkeypatch.setattr(new_workers.time, "sleep", slept.append)
     return slept
 
 

@@ -16,7 +16,7 @@ from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadMo
 
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.run import folder as run_lock
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.files import crc32
@@ -291,7 +291,7 @@ def _cases(workers: Any, root: Path) -> dict[str, Any]:
                 read[name].append(path.name)
             return crc32(path)
 
-        return mock.patch.object(checkpoint_check, "crc32", seen)
+        return mock.patch.object(checkpoint, "crc32", seen)
 
     with counting("saved", "step-12"):
         run(root / "waiting")

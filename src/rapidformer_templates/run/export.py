@@ -22,12 +22,7 @@ from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.optimizer_state import average_of
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.loading import (
-    class_of,
-    mark_folder,
-    modules_of_changed_models,
-    read_config_of,
-)
+from rapidformer_templates.models.loading import class_of, mark_folder, modules_of_changed_models, read_config_of
 from rapidformer_templates.models.weight_files import save_model, save_weights
 from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.run.checkpoint.format import Reader

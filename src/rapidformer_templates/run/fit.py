@@ -19,8 +19,13 @@ from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.run import out_of_memory, scripts
 from rapidformer_templates.run.building import build_data, build_engine, choose_allocation, prepare_switches
-from rapidformer_templates.run.checkpoint.check import problem_on_all_ranks
-from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of, is_checkpoint
+from rapidformer_templates.run.checkpoint.format import (
+    Reader,
+    candidates,
+    folder_of,
+    is_checkpoint,
+    problem_on_all_ranks,
+)  # fmt: skip
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import show_plan, show_results, summarise
 from rapidformer_templates.run.early_checks import check_folder, check_metric
@@ -28,12 +33,11 @@ from rapidformer_templates.run.export import ExportedWeights, describe_model, ex
 from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, lock_folder, read_metrics
 from rapidformer_templates.run.hooks import restore_callbacks
 from rapidformer_templates.run.inference import Evaluator, Validation
-from rapidformer_templates.run.launch_from_python import Keep, train_sent
 from rapidformer_templates.run.loop import Loop
 from rapidformer_templates.run.mirror import mirrored
+from rapidformer_templates.run.new_workers import Flags, Keep, run_with_restarts, train_sent, worker_numbers
 from rapidformer_templates.run.push_to_hub import check_push, create_repository, push_export, write_card
 from rapidformer_templates.run.reference import precomputed_reference
-from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_numbers
 from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.saving import load_exported, restore_run, show_changes
 from rapidformer_templates.run.steps import best_metric, build_order

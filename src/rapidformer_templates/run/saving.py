@@ -18,11 +18,16 @@ from rapidformer_templates.errors import CheckpointError, StorageFailed, counted
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import sample_flags
 from rapidformer_templates.planning.hub import PRETRAINED
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
-from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
-from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
+from rapidformer_templates.run.checkpoint.format import (
+    Reader,
+    folder_of,
+    is_checkpoint,
+    newest_complete,
+    problem_of,
+    problem_on_all_ranks,
+)  # fmt: skip
 from rapidformer_templates.run.export import ExportedWeights
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import states_of
@@ -89,7 +94,7 @@ class Checkpoints:
             self._saver.start(position.step, run.engine, progress, best, retries=retries)
             return None
         path = checkpoint.save(self._root, position.step, run.engine, progress, run.workers, retries=retries)
-        problem = checkpoint_check.delete_older(path, self._keep, best, run.workers)
+        problem = checkpoint.delete_older(path, self._keep, best, run.workers)
         if problem:
             say(run.workers, problem, loud=True)
         return path

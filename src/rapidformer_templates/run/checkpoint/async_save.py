@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.checkpoint.format import Attempt, ShardSource, TensorFile, Written, for_each_file
 from rapidformer_templates.run.checkpoint.tensor_file import Copy
@@ -74,7 +74,7 @@ class AsyncSaver:
 
         Args:
             step, engine, progress, retries: see :func:`checkpoint.save`.
-            protected: see :func:`checkpoint_check.delete_older`.
+            protected: see :func:`checkpoint.delete_older`.
 
         Raises:
             CheckpointError: there is not enough memory for the copy, or no folder. Earlier checkpoints are unchanged.
@@ -117,15 +117,15 @@ class AsyncSaver:
 
         by_rank = workers.gather_on_main((yield write))
         yield (lambda: attempt.finish(by_rank)) if main else _no_parts
-        doomed = checkpoint_check.surplus(attempt.final, self._keep, protected, workers)
+        doomed = checkpoint.surplus(attempt.final, self._keep, protected, workers)
         if not doomed:
             return None
-        check = partial(checkpoint_check.problem_of, attempt.final, workers.rank, workers.world)
+        check = partial(checkpoint.problem_of, attempt.final, workers.rank, workers.world)
         problems = workers.gather((yield check))
         problem = next((p for p in problems if p), None)
         if problem:
-            return checkpoint_check.not_deleted_message(attempt.final, problem)
-        problem = yield (lambda: checkpoint_check.delete(doomed)) if main else _no_parts
+            return checkpoint.not_deleted_message(attempt.final, problem)
+        problem = yield (lambda: checkpoint.delete(doomed)) if main else _no_parts
         return problem
 
     def proceed(self) -> Path | None:
