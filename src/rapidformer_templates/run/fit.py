@@ -19,13 +19,7 @@ from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.run import out_of_memory, scripts
 from rapidformer_templates.run.building import build_data, build_engine, choose_allocation, prepare_switches
-from rapidformer_templates.run.checkpoint.format import (
-    Reader,
-    candidates,
-    folder_of,
-    is_checkpoint,
-    problem_on_all_ranks,
-)  # fmt: skip
+from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import show_plan, show_results, summarise
 from rapidformer_templates.run.early_checks import check_folder, check_metric
@@ -108,7 +102,7 @@ def _check_template(template: Template) -> None:
 def _can_resume(training: TrainingFlags) -> bool:
     """Whether this run has a checkpoint to resume from. A run that will be overwritten does not count."""
     continues = training.resume or not training.overwrite
-    return bool(continues and training.save and candidates(RunFolder(training.save).checkpoints))
+    return bool(continues and training.save and checkpoint.candidates(RunFolder(training.save).checkpoints))
 
 
 def join_and_train(template: Template, then: AfterTraining | None = None) -> Summary:
@@ -138,7 +132,7 @@ def join_and_train(template: Template, then: AfterTraining | None = None) -> Sum
         run = begin_run(template, workers, folder)
 
         def resume_hint() -> str:
-            saved = candidates(folder.checkpoints) if folder else []
+            saved = checkpoint.candidates(folder.checkpoints) if folder else []
             return f"--resume continues from {saved[0].name}" if saved else "there is no checkpoint to resume from"
 
         stacks = folder.stacks if folder else None
@@ -241,7 +235,7 @@ def train(run: Run, stop: StopRequest, then: AfterTraining | None = None) -> Sum
         saved = folder if continues else None
         if not continues and run.position.step:  # the run that --load refers to, directly or through its checkpoint
             path = Path(str(training.load))
-            saved = RunFolder(path.parent.parent if is_checkpoint(path) else path)
+            saved = RunFolder(path.parent.parent if checkpoint.is_checkpoint(path) else path)
         precomputed.attach(folder, saved=saved)
 
     # 4. The training loop.
@@ -319,13 +313,13 @@ def _load_best_weights(run: Run) -> bool:
     best, folder = run.position.best, run.folder
     if best is None or folder is None or best["step"] == run.position.step:
         return False
-    checkpoint = folder_of(folder.checkpoints, best["step"])
-    problem = problem_on_all_ranks(checkpoint, run.workers)
+    saved = checkpoint.folder_of(folder.checkpoints, best["step"])
+    problem = checkpoint.problem_on_all_ranks(saved, run.workers)
     if problem:
-        line = f"the best checkpoint is lost ({checkpoint.name}: {problem}): the last weights are used instead"
+        line = f"the best checkpoint is lost ({saved.name}: {problem}): the last weights are used instead"
         say(run.workers, line, loud=True)
         run.position.best = None
         return False
     averages = run.config.training.ema_decay is not None  # the averages are part of the optimizer state
-    run.engine.load(Reader(checkpoint), optimizer=averages)
+    run.engine.load(checkpoint.Reader(saved), optimizer=averages)
     return True

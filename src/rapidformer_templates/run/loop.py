@@ -135,12 +135,9 @@ class Loop:
                 self.receipts.count(microbatches)
                 if is_first:
                     self.receipts.check()
-                before = position.counts
-                position.step = done = step + 1
+                before, done = position.counts, step + 1
+                self.meter.step(*position.advance(exchanged))
                 position.stream = microbatches[-1].bookmark
-                position.samples += int(exchanged["samples"])
-                position.tokens += int(exchanged["tokens"])
-                self.meter.step(int(exchanged["samples"]), int(exchanged["tokens"]))
                 run.notify("on_step_end", done, result)
                 self.log.progress.advance(self._means)
             if self.profile and self.profile.step_ends():

@@ -31,7 +31,7 @@ from rapidformer_templates.errors import (
     ReportedError,
     WorkerFailed,
     alike,
-)
+)  # fmt: skip
 from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import private_folder, write_private
@@ -271,7 +271,15 @@ def capture_template(script: str, argv: Sequence[str], inspect: Callable[[Templa
         if end.code:
             raise
     except Exception as error:
-        raise _failure(script, error) from error
+        file, line = Path(script), None
+        if isinstance(error, SyntaxError):
+            file, line = Path(error.filename or script), error.lineno
+        elif frames := [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file]:
+            line = frames[-1].lineno
+        words = str(error).strip().split("\n")[0] or "it gives no reason"
+        message = f"the script fails before it trains: {type(error).__name__}: {words}"
+        hint = f"python {script} … shows the whole stack"
+        raise ConfigError(message, where=f"{file.name}:{line}" if line else file.name, hint=hint) from error
     finally:
         _inspect = None
         sys.argv, sys.path[:] = argv_before, path_before
@@ -282,20 +290,6 @@ def _without_training(script: str) -> ConfigError:
     name = Path(script).name
     message = f"{name} ended without training: nothing in it called main() or fit()"
     return ConfigError(message, where="--user-script", hint=f"the last line of {name} must be YourTemplate.main()")
-
-
-def _failure(script: str, error: Exception) -> ConfigError:
-    """Convert an exception of the script to an error that names the line of the script."""
-    path = Path(script)
-    if isinstance(error, SyntaxError):
-        file, line = Path(error.filename or script), error.lineno
-    else:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-        file, line = path, frames[-1].lineno if frames else None
-    words = str(error).strip().split("\n")[0] or "it gives no reason"
-    message = f"the script fails before it trains: {type(error).__name__}: {words}"
-    hint = f"python {script} … shows the whole stack"
-    return ConfigError(message, where=f"{file.name}:{line}" if line else file.name, hint=hint)
 
 
 CALL = "RAPIDFORMER_CALL"

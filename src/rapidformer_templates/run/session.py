@@ -232,7 +232,6 @@ class Session:
         self._run.watch.enter(STEP, self.steps + 1)
         microbatches, problem = self._as_micro_batches(list(batches), self.plan.sizes.accumulation)
         exchanged = self._exchange(microbatches, problem)
-        samples, tokens = int(exchanged["samples"]), int(exchanged["tokens"])
         first = self._meter.steps == 0
         if first:
             self._check_replicas(microbatches)
@@ -249,10 +248,7 @@ class Session:
             if step is not None and step.result is not None:  # also if the caller's code fails after the update
                 self._receipts.count(microbatches)
                 self._placeholder = batches[-1] if batches else self._placeholder
-                self._run.position.step += 1
-                self._run.position.samples += samples
-                self._run.position.tokens += tokens
-                self._meter.step(samples, tokens)
+                self._meter.step(*self._run.position.advance(exchanged))
                 self._run.watch.enter(OWN_CODE, self.steps)
         if first and step.result is not None:
             self._receipts.check()
@@ -319,12 +315,12 @@ class Session:
             CheckpointError: there is none, or it does not fit the model or the optimizer.
         """
         reader = checkpoint.Reader(checkpoint_to_load(Path(folder), self.workers))
-        check_base(reader, self._run.position.base)
-        check_settings(reader, self._run.position.settings)
+        position, state = self._run.position, reader.state
+        check_base(reader, position.base)
+        check_settings(reader, position.settings)
         restore_engine(reader, self._run.engine, self._run.config, self.workers)
-        self._run.position.step = int(reader.state["step"])
-        self._run.position.samples, self._run.position.tokens = reader.state["samples"], reader.state["tokens"]
-        return dict(reader.state.get("own", {}))
+        position.step, position.samples, position.tokens = int(state["step"]), state["samples"], state["tokens"]
+        return dict(state.get("own", {}))
 
     def export(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that ``from_pretrained`` of transformers can load."""

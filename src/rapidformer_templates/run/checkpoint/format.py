@@ -30,17 +30,7 @@ from rapidformer_templates.engines.shards import Shard, ShardKind, shards_to_wri
 from rapidformer_templates.errors import CheckpointError, StorageFailed
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.system import files as storage
-from rapidformer_templates.system.files import (
-    JSON_ERRORS,
-    MAY_PASS,
-    Seal,
-    crc32,
-    explain,
-    sync,
-    to_json,
-    write_synced,
-    write_text,
-)  # fmt: skip
+from rapidformer_templates.system.files import Seal, crc32, explain, sync, to_json, write_synced, write_text
 from rapidformer_templates.system.process_state import capture
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
@@ -260,7 +250,7 @@ class Attempt:
             except Exception as error:  # the other ranks wait for the outcome
                 failure, described = error, SaveFailure("".join(traceback.format_exception(error)).rstrip(), None)
                 if isinstance(error, OSError):
-                    described = SaveFailure(*explain(error), error.errno in MAY_PASS)
+                    described = SaveFailure(*explain(error), error.errno in storage.MAY_PASS)
                 elif isinstance(error, MemoryError):
                     described = SaveFailure(f"there is not enough memory {error}".strip(), "leave more memory free")
             failures = [f for f in self.workers.gather(described) if f is not None]
@@ -380,7 +370,7 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         files = {name: (seal["bytes"], seal["crc32"]) for name, seal in manifest["files"].items()}
-    except JSON_ERRORS as error:
+    except storage.JSON_ERRORS as error:
         return f"manifest.json cannot be read ({error})"
     if manifest.get("format") not in READABLE:
         return f"format {manifest.get('format')} is not the format {FORMAT} of this version"
@@ -399,7 +389,7 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
         for kind in KINDS:
             needed |= {box[0] for entry in index[kind].values() for box in entry["boxes"]}
         absent = sorted(needed - set(files))
-    except JSON_ERRORS as error:
+    except storage.JSON_ERRORS as error:
         return f"index.json or state.json cannot be read ({error})"
     return f"the manifest does not list {', '.join(map(str, absent))}" if absent else None
 
