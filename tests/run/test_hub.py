@@ -51,7 +51,7 @@ def model(hub: Hub, bert_folder: Path, tmp_path: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def asks_the_hub_again_and_shows_no_bars() -> Iterator[None]:
-    push_to_hub.create.cache_clear()
+    push_to_hub.create_repository.cache_clear()
     for package in (datasets, huggingface_hub.utils):
         package.disable_progress_bars()
     yield

@@ -157,12 +157,10 @@ def _skeleton(described: Path) -> Assembly | None:
     restore = next((module.restore for module in restoring if module.is_marked(described)), None)
     if kind is None:
         if restore:
-            raise ModelError(
-                f"transformers has no class {(config.architectures or ['for this model'])[0]}, so its adapters "
-                "cannot be exported from here",
-                where=str(config_file(described)),
-                hint="finish the run with --resume: it exports its adapters",
-            )
+            name = (config.architectures or ["for this model"])[0]
+            message = f"transformers has no class {name}, so its adapters cannot be exported from here"
+            hint = "finish the run with --resume: it exports its adapters"
+            raise ModelError(message, where=str(config_file(described)), hint=hint)
         return None
     model = _empty(kind, config)
     if (described / "generation_config.json").is_file():

@@ -93,7 +93,8 @@ def _check_template(template: Template) -> None:
     if "build_model" not in own:
         check_not_quantized(template.config)
     check_push(template.config)
-    create_repository(template.config)
+    if template.config.training.push_to_hub:
+        create_repository(template.config.training.push_to_hub)
     prepare_switches(template.config, template.plan)
     if note := worker_numbers(template)[1]:
         print_lines(note)

@@ -124,7 +124,7 @@ ProfileSummary = dict[str, Any]
 
 
 class Profile:
-    """Records ``steps`` steps after a warm-up, then writes the results to ``folder``."""
+    """Records ``steps`` steps after a warm-up, then writes the results to ``folder``. Without steps it does nothing."""
 
     def __init__(self, folder: Path, steps: int, device: torch.device) -> None:
         self.folder = folder
@@ -140,27 +140,25 @@ class Profile:
 
     def step_begins(self) -> None:
         """Call this before the first part of each step."""
-        if self._seen == WARMUP:
+        if self.steps and self._seen == WARMUP:
             self._recorder = profile(activities=[ProfilerActivity.CPU, *_device_activities(self._device)])
             self._recorder.start()
         if self._recorder:
             self._step = record_function(STEP)
             self._step.__enter__()
 
-    def step_ends(self) -> bool:
-        """Call this after the last part of each step. Returns whether the profile is complete and written."""
+    def step_ends(self) -> None:
+        """Call this after the last part of each step. After the last step, the profile is written."""
         self._seen += 1
-        if self._recorder is None:
-            return False
+        recorder = self._recorder
+        if recorder is None:
+            return
         self._step.__exit__(None, None, None)
         if self._seen < WARMUP + self.steps:
-            return False
+            return
+        self._recorder = None
         accelerator.synchronize(self._device)
-        self._recorder.stop()
-        self._write(self._recorder)
-        return True
-
-    def _write(self, recorder: profile) -> None:
+        recorder.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         recorder.export_chrome_trace(str(self.folder / "trace.json"))
         measured = summary(list(recorder.events() or []), self.steps)
@@ -170,20 +168,20 @@ class Profile:
         (self.folder / "table.txt").write_text(f"{describe(measured)}\n\n{table}\n", encoding="utf-8")
 
 
-def open_profile(run: Run, steps_left: int) -> Profile | None:
-    """Return the profile of a run, on its main worker only. None if it is off or the resumed run has no steps left.
+def open_profile(run: Run, steps_left: int) -> Profile:
+    """Return the profile of a run. It records on the main worker only, and not if a resumed run has no steps left.
 
     Raises:
         ConfigError: the run has too few steps.
     """
-    steps = run.config.training.profile
+    steps, device = run.config.training.profile, run.workers.device
     if not steps or not steps_left or run.folder is None:
-        return None
+        return Profile(Path(), 0, device)
     if steps_left < WARMUP + steps:
         message = f"--profile {steps} needs {WARMUP + steps} steps, this run has {steps_left}"
         hint = f"the first {WARMUP} are a warm-up; train for more steps, or record fewer of them"
         raise ConfigError(message, where=run.config.origin("profile"), hint=hint)
-    return Profile(run.folder.profile, steps, run.workers.device) if run.workers.is_main else None
+    return Profile(run.folder.profile, steps if run.workers.is_main else 0, device)
 
 
 def _device_activities(device: torch.device) -> list[ProfilerActivity]:

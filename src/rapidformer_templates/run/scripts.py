@@ -93,6 +93,7 @@ def check_names(template: type) -> None:
     # Subclasses of a template, and mixins that define a hook.
     own_classes = [kind for kind in others if issubclass(kind, base) or any(name in vars(kind) for name in hooks)]
     defined = {name for kind in own_classes for name in vars(kind)}
+    plain_names = {known.replace("_", "").lower(): known for known in (*hooks, "Flags")}
     for kind in own_classes:
         for name, value in vars(kind).items():
             if name == "predict":
@@ -102,24 +103,15 @@ def check_names(template: type) -> None:
             is_method = callable(value) or isinstance(value, staticmethod | classmethod | property)
             if name.startswith("_") or name in library_names or not is_method:
                 continue
-            hook_name = _closest_hook(name, [*hooks, "Flags"], defined)
-            if hook_name:
+            plain = name.replace("_", "").lower()
+            if CALLED_BY_A_LOOP.match(name):
+                near = alike(plain, [known for known in plain_names if known.startswith("on")], cutoff=0.0)
+            else:
+                near = [known for known in alike(plain, plain_names, cutoff=NEAR) if plain_names[known] not in defined]
+            if near:
                 message = f"{kind.__name__}.{name} is not a hook, so nothing would call it"
-                hint = f"did you mean {hook_name}? your own methods may begin with an underscore: _{name}"
+                hint = f"did you mean {plain_names[near[0]]}? your own methods may begin with an underscore: _{name}"
                 raise ConfigError(message, where=_file_and_line(kind, value), hint=hint)
-
-
-def _closest_hook(name: str, hooks: list[str], defined: set[str]) -> str | None:
-    plain = {_plain(known): known for known in hooks}
-    if CALLED_BY_A_LOOP.match(name):
-        return plain[alike(_plain(name), [p for p in plain if p.startswith("on")], cutoff=0.0)[0]]
-    near = alike(_plain(name), plain, cutoff=NEAR)
-    hook_name = plain[near[0]] if near else None
-    return None if hook_name in defined else hook_name
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", "").lower()
 
 
 def _file_and_line(kind: type, value: object) -> str:

@@ -118,20 +118,18 @@ def _check_flags(template: Template, schedule: Schedule | None) -> None:
     for name in config.origins:
         if name in of_a_run | ordering and config.get(name) is not None:
             raise _no_effect(name, config)
-    if isinstance(config.training.train_iters, Epochs):
-        raise ConfigError(
-            f"--train-iters {config.training.train_iters} has no number of steps, because this loop has its own data",
-            where=config.origin("train_iters"),
-            hint="give the number of steps that you will make",
-        )
+    steps = config.training.train_iters
+    if isinstance(steps, Epochs):
+        message = f"--train-iters {steps} has no number of steps, because this loop has its own data"
+        hint = "give the number of steps that you will make"
+        raise ConfigError(message, where=config.origin("train_iters"), hint=hint)
     shaping = [name for name in OF_SCHEDULES if name in config.origins and name != "lr"]
-    if shaping and (schedule is not None or config.training.train_iters is None):
-        raise ConfigError(
-            f"{spelling(shaping[0])} has nothing to act on: "
-            + ("you pass your own schedule" if schedule else "a schedule must know its end"),
-            where=config.origin(shaping[0]),
-            hint="leave out one of them" if schedule else "give --train-iters, the number of steps that you will make",
-        )
+    if shaping and (schedule is not None or steps is None):
+        why, hint = "a schedule must know its end", "give --train-iters, the number of steps that you will make"
+        if schedule:
+            why, hint = "you pass your own schedule", "leave out one of them"
+        message = f"{spelling(shaping[0])} has nothing to act on: {why}"
+        raise ConfigError(message, where=config.origin(shaping[0]), hint=hint)
 
 
 def _no_effect(name: str, config: RunConfig) -> ConfigError:

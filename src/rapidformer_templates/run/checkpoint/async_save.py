@@ -116,7 +116,7 @@ class AsyncSaver:
             return written
 
         by_rank = workers.gather_on_main((yield write))
-        yield (lambda: attempt.finish(by_rank)) if main else _no_parts
+        yield (lambda: attempt.finish(by_rank)) if main else lambda: None
         doomed = checkpoint.surplus(attempt.final, self._keep, protected, workers)
         if not doomed:
             return None
@@ -125,7 +125,7 @@ class AsyncSaver:
         problem = next((p for p in problems if p), None)
         if problem:
             return checkpoint.not_deleted_message(attempt.final, problem)
-        problem = yield (lambda: checkpoint.delete(doomed)) if main else _no_parts
+        problem = yield (lambda: checkpoint.delete(doomed)) if main else lambda: None
         return problem
 
     def proceed(self) -> Path | None:
@@ -176,11 +176,11 @@ class AsyncSaver:
 
     def _run_parts(self, attempt: Attempt) -> str | None:
         """Run all parts on a single worker, which exchanges nothing."""
-        assert self._parts is not None
-        parts, result = self._parts, None
+        assert self._parts
+        result = None
         while True:
             try:
-                part = parts.send(result)
+                part = self._parts.send(result)
             except StopIteration as end:
                 problem: str | None = end.value
                 return problem
@@ -202,7 +202,3 @@ class AsyncSaver:
             return part()
 
         return run
-
-
-def _no_parts() -> None:
-    """The part of ranks other than 0 if only rank 0 has work."""
