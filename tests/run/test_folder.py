@@ -288,19 +288,6 @@ def test_a_full_disk_and_a_read_only_one(small_disk: Path, says: Says) -> None:
     refused(says, small_disk / "run")
 
 
-@pytest.mark.durable
-def test_metrics_are_written_to_a_file_that_is_opened_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Full(Line):
-        def on_train_start(self) -> None:
-            links = {path: path.name for path in Path("/proc/self/fd").iterdir() if path.exists()}
-            (number,) = [name for path, name in links.items() if path.readlink() == tmp_path / "metrics.jsonl"]
-            os.dup2(os.open("/dev/full", os.O_WRONLY), int(number))
-
-    Full([*SHORT, "--save", str(tmp_path)]).fit()
-    assert "metrics.jsonl cannot be written: the disk is full" in capsys.readouterr().err
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 11))
-
-
 def _train_until_full(workers: Workers, folder: str, full_at: int, free_at: int) -> None:
     """Train while the disk is full from the line of a step until that of another one."""
     write = os.write

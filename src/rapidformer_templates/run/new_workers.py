@@ -19,6 +19,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 from typing import TypeVar
@@ -94,7 +95,15 @@ def train_sent(
         try:
             launch.run_workers(command, count, port, variables, resumes, shown=not launch.is_script())
         except ReportedError as report:
-            raise _worker_error(folder, report) from None
+            sent: object = None
+            with suppress(Exception):  # it could not be sent, or unpickling fails, as it may for any class
+                check_private(folder / f"error-{report.rank}.pickle")
+                sent = pickle.loads((folder / f"error-{report.rank}.pickle").read_bytes())
+            if not isinstance(sent, Exception):
+                raise
+            if not hasattr(sent, "render"):
+                sent.add_note(f"in worker {report.rank}:\n{report.message}")
+            raise sent from None
         finally:
             if (folder / WEIGHTS).exists():
                 load_callback_states(template.callbacks, json.loads((folder / CALLBACKS).read_text("utf-8")))
@@ -134,21 +143,6 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     elif hasattr(value, "__dict__"):
         yield from ((f"{name}.{label}", part) for label, part in vars(value).items())
         yield type(value).__name__, type(value)
-
-
-def _worker_error(folder: Path, report: ReportedError) -> Exception:
-    """Return the exception of a worker, or its text if it could not be sent."""
-    file = folder / f"error-{report.rank}.pickle"
-    try:
-        check_private(file)
-        error = pickle.loads(file.read_bytes())
-    except Exception:  # unpickling may fail for any class
-        return report
-    if not isinstance(error, Exception):
-        return report
-    if not hasattr(error, "render"):
-        error.add_note(f"in worker {report.rank}:\n{report.message}")
-    return error
 
 
 LONGEST_PAUSE = 60
