@@ -376,10 +376,9 @@ def train_in_this_worker(
 
     def train_for_the_call() -> None:
         if template != call["template"]:
-            raise ConfigError(
-                f"a worker reached {template}.fit() while the process that started it was at {call['template']}.fit()",
-                hint="each worker runs the script again, which must take the same path every time",
-            )
+            here = f"a worker reached {template}.fit()"
+            hint = "each worker runs the script again, which must take the same path every time"
+            raise ConfigError(f"{here} while the process that started it was at {call['template']}.fit()", hint=hint)
         values = json.loads(json.dumps(flags))
         override_flags({name: value for name, value in call["flags"].items() if values.get(name) != value})
         summary = train()

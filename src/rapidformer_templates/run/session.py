@@ -286,10 +286,8 @@ class Session:
         """
         lossy = next(filter(None, self.workers.gather(_lossy_part({} if state is None else state, "state"))), None)
         if lossy:
-            raise CheckpointError(
-                f"a checkpoint does not keep {lossy}", where="session.save(folder, state)",
-                hint="give plain values: names to numbers, strings, lists and dicts of them",
-            )  # fmt: skip
+            hint = "give plain values: names to numbers, strings, lists and dicts of them"
+            raise CheckpointError(f"a checkpoint does not keep {lossy}", where="session.save(folder, state)", hint=hint)
         self._raise_pending_errors()
         root = RunFolder(folder).checkpoints
         with self._meter.paused():
