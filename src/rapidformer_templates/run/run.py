@@ -91,9 +91,9 @@ class Position:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Position:
-        """Restore the values of a checkpoint."""
-        values = {**state, "evaluations_since_best": state["waited"]}
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        """Restore the values of a checkpoint. An older version saved fewer of them."""
+        values = {**state, "evaluations_since_best": state.get("waited", 0)}
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
 
 @dataclass

@@ -378,7 +378,7 @@ def check_base(reader: Reader, identity: str | None) -> None:
 
 
 def _other_settings(reader: Reader, settings: Mapping[str, object]) -> str:
-    """Return with which other settings the weights of a checkpoint were trained."""
+    """Return with which other settings the weights of a checkpoint were trained. Older versions have saved none."""
     before = reader.state.get("settings", {})
     changed = [name for name in before.keys() & settings.keys() if before[name] != settings[name]]
     return ", ".join(f"they were trained with {name} {before[name]}, not {settings[name]}" for name in sorted(changed))

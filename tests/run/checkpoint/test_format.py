@@ -53,19 +53,23 @@ def cut(tensor: torch.Tensor, cuts: list[int]) -> list[Shard]:
     shape=st.lists(st.integers(1, 6), min_size=1, max_size=3),
     cuts=st.lists(st.integers(0, 6), max_size=3),
     box=st.data(),
+    older=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
 def test_any_box_of_any_shards(
-    tmp_path_factory: pytest.TempPathFactory, shape: list[int], cuts: list[int], box: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, shape: list[int], cuts: list[int], box: st.DataObject, older: bool
 ) -> None:
-    """Each shard is written as if by a separate rank. Only files with a part of the box are opened."""
+    """Each shard is written as if by a separate rank. Only files with a part of the box are opened.
+
+    An ``older`` index does not have the shapes.
+    """
     folder = tmp_path_factory.mktemp("boxes")
     tensor = torch.from_numpy(np.random.default_rng(0).normal(size=shape))
     boxes: list[list[Any]] = []
     for rank, shard in enumerate(cut(tensor, [c for c in cuts if c < shape[0]])):
         ((begin, values),) = shard.parts()
         save_file({"w": values.contiguous()}, folder / f"{rank}.safetensors")
-        boxes.append([f"{rank}.safetensors", "w", list(begin), list(values.shape)])
+        boxes.append([f"{rank}.safetensors", "w", list(begin), *([] if older else [list(values.shape)])])
     reader = object.__new__(checkpoint.Reader)
     reader.folder, reader._open = folder, {}
     reader.index = {"weights": {"w": {"shape": shape, "boxes": boxes}}}
@@ -73,9 +77,10 @@ def test_any_box_of_any_shards(
     size = [box.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)]
     expected = tensor[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))]
     assert torch.equal(reader.read("weights", "w", offset, size), expected)
-    of_file = {file: {*range(begin[0], begin[0] + rows[0])} for file, _, begin, rows in boxes}
-    wanted = {*range(offset[0], offset[0] + size[0])}
-    assert set(reader._open) == {file for file, rows in of_file.items() if rows & wanted}
+    if not older:
+        of_file = {file: {*range(begin[0], begin[0] + rows[0])} for file, _, begin, rows in boxes}
+        wanted = {*range(offset[0], offset[0] + size[0])}
+        assert set(reader._open) == {file for file, rows in of_file.items() if rows & wanted}
 
 
 def saved(folder: Path, step: int = 3, weights: torch.Tensor | None = None) -> Path:
@@ -218,7 +223,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "outside": lambda path: changed(path / "manifest.json", lambda manifest: manifest["files"].update(LISTED)),
     "deep manifest": lambda path: (path / "manifest.json").write_text(DEEP),
     "no name": lambda path: (path / "manifest.json").write_text(
-        '{"format": 3, "files": {"a\\u0000": {"bytes": 7, "crc32": 0}}}'
+        '{"format": 2, "files": {"a\\u0000": {"bytes": 7, "crc32": 0}}}'
     ),
     "deep index": lambda path: described(path, DEEP),
     "no file": lambda path: described(path, '{"weights": {"w": {"boxes": [[1]]}}, "optimizer": {}}'),

@@ -36,6 +36,8 @@ from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
 
 FORMAT = 3
+READABLE = (2, FORMAT)
+"""Formats that can be read. In format 2 the index lacks the shapes of boxes."""
 
 T = TypeVar("T")
 KINDS: tuple[ShardKind, ...] = ("weights", "optimizer")
@@ -370,7 +372,7 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
         files = {name: (seal["bytes"], seal["crc32"]) for name, seal in manifest["files"].items()}
     except storage.JSON_ERRORS as error:
         return f"manifest.json cannot be read ({error})"
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in READABLE:
         return f"format {manifest.get('format')} is not the format {FORMAT} of this version"
     for name in sorted(files)[rank::world]:
         problem = _problem_of_file(folder, name, *files[name], contents=contents)
@@ -498,7 +500,8 @@ class Reader:
     def read(self, kind: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         result: torch.Tensor | None = None
         covered = 0
-        for file, key, begin, box in self.index[kind][name]["boxes"]:
+        for file, key, begin, *more in self.index[kind][name]["boxes"]:
+            box = more[0] if more else self._file(file).get_slice(key).get_shape()
             lows = [max(o, b) for o, b in zip(offset, begin, strict=True)]
             highs = [min(o + s, b + x) for o, s, b, x in zip(offset, shape, begin, box, strict=True)]
             if any(low >= high for low, high in zip(lows, highs, strict=True)):
@@ -519,8 +522,9 @@ class Reader:
         entry = self.index[kind][name]
         if len(entry["boxes"]) != 1:
             return None
-        file, key, _, box = entry["boxes"][0]
-        return self._file(file).get_tensor(key) if box == entry["shape"] else None
+        file, key, *_ = entry["boxes"][0]
+        tensor: torch.Tensor = self._file(file).get_tensor(key)
+        return tensor if list(tensor.shape) == entry["shape"] else None
 
     def random_state(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the random state that a rank saved."""
