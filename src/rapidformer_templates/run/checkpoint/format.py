@@ -244,16 +244,11 @@ class Attempt:
         while True:
             results: list[T] = []
             failure: Exception | None = None
-            described: SaveFailure | None = None
             try:
                 results.append(body())
             except Exception as error:  # the other ranks wait for the outcome
-                failure, described = error, SaveFailure("".join(traceback.format_exception(error)).rstrip(), None)
-                if isinstance(error, OSError):
-                    described = SaveFailure(*explain(error), error.errno in storage.MAY_PASS)
-                elif isinstance(error, MemoryError):
-                    described = SaveFailure(f"there is not enough memory {error}".strip(), "leave more memory free")
-            failures = [f for f in self.workers.gather(described) if f is not None]
+                failure = error
+            failures = [f for f in self.workers.gather(_describe_failure(failure)) if f is not None]
             if not failures:
                 return results[0]
             if number == len(pauses) or not all(f.may_pass for f in failures):
@@ -306,6 +301,16 @@ class SaveFailure(NamedTuple):
     what: str
     to_do: str | None
     may_pass: bool = False
+
+
+def _describe_failure(failure: Exception | None) -> SaveFailure | None:
+    if failure is None:
+        return None
+    if isinstance(failure, OSError):
+        return SaveFailure(*explain(failure), failure.errno in storage.MAY_PASS)
+    if isinstance(failure, MemoryError):
+        return SaveFailure(f"there is not enough memory {failure}".strip(), "leave more memory free")
+    return SaveFailure("".join(traceback.format_exception(failure)).rstrip(), None)
 
 
 def for_each_file(engine: ShardSource, rank: int, body: Callable[[TensorFile], None]) -> None:
