@@ -39,7 +39,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from benchmarks.models import callbacks, gpt2, trainer_arguments
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.folder import RunFolder, read_metrics
@@ -139,8 +138,8 @@ class Ours:
     def mark_phases(self, marks: Marks) -> None:
         """Let this process set what it is doing in ``marks``."""
         checkpoint.save = _marked(checkpoint.save, marks, "saving")
-        checkpoint_check.delete_older = _marked(checkpoint_check.delete_older, marks, "saving")
-        for module, name in ((tensor_file, "write_copy"), (checkpoint.Attempt, "finish"), (checkpoint_check, "delete")):
+        checkpoint.delete_older = _marked(checkpoint.delete_older, marks, "saving")
+        for module, name in ((tensor_file, "write_copy"), (checkpoint.Attempt, "finish"), (checkpoint, "delete")):
             setattr(module, name, _marked(getattr(module, name), marks, "saving"))  # of --async-save
         clock: Any = PhaseClock
         clock.wait, enter = _marked(clock.wait, marks, "exchanging"), clock.enter

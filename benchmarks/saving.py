@@ -31,7 +31,6 @@ from benchmarks.contest import Advance, Answer, Contest, Flag, asks, bars, mean_
 from rapidformer_templates.commands.bench.cli import spread
 from rapidformer_templates.engines.shards import Shard, ShardKind, whole_shard
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.checkpoint.tensor_file import host_memory
@@ -161,7 +160,7 @@ def _timed(path: Path, way: Callable[[Path], None], state: State) -> float:
     sync(path)
     seconds = time.perf_counter() - began
     for whole in checkpoint.candidates(path):
-        problem = checkpoint_check.problem_of(whole)
+        problem = checkpoint.problem_of(whole)
         if problem:
             raise RapidformerError(f"{path.name} wrote an incomplete checkpoint: {problem}")
     written = sum(file.stat().st_size for file in path.rglob("*"))

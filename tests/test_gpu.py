@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates import Data
 from rapidformer_templates.errors import DataError, NonFiniteLoss
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.ahead import FLAGS, Line
@@ -186,23 +185,6 @@ def test_activations_on_the_host_leave_the_same_bits_and_less_memory(more: str) 
 def test_what_a_hook_gives_the_model_counts_on_a_gpu(hook: str) -> None:
     runs = [job_of(hook, flags) for flags in ("", "--device cpu")]
     assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-4)
-
-
-class BeyondJob(CausalJob):
-    """Sample 3 has a token id beyond the vocabulary."""
-
-    def build_data(self) -> Data:
-        data = super().build_data()
-        samples: Any = data.train
-        samples[3]["input_ids"][0] = VOCABULARY
-        return data
-
-
-def test_a_token_id_beyond_the_vocabulary_is_found_before_a_kernel_fails() -> None:
-    with pytest.raises(DataError, match=f"the token id {VOCABULARY} in 'input_ids'") as caught:
-        BeyondJob(["--epochs", "1", "--micro-batch-size", "4", "--lr", "1e-3"]).fit()
-    assert caught.value.where == "training samples [3]"
-    assert float(torch.ones(2, device="cuda").sum()) == 2, "after an assertion of a kernel, nothing can run"
 
 
 @pytest.mark.parametrize("bad", [{"input_ids": [1, 57, 2, 99]}, {"labels": 7}], ids=str)

@@ -31,7 +31,7 @@ from rapidformer_templates.models.model_files import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.run.checkpoint import format as checkpoint
-from rapidformer_templates.run.checkpoint.check import problem_of
+from rapidformer_templates.run.checkpoint.format import problem_of
 from rapidformer_templates.run.folder import MetricsFile, RunFolder, read_metrics
 from rapidformer_templates.run.saved_model import find_saved
 from rapidformer_templates.run.saving import show_changes

@@ -32,15 +32,8 @@ BOUND = 80
 
 
 def _mixtral() -> MixtralConfig:
-    return MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_local_experts=4,
-        num_hidden_layers=24,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 4}
+    return MixtralConfig(vocab_size=VOCABULARY, num_local_experts=4, num_key_value_heads=4, **sizes)
 
 
 def _export_checkpoint(workers: Workers, folder: Path) -> float:

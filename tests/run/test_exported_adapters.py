@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from rapidformer_templates import Trainer
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.run.export import export_checkpoint
 from tests.support import parity
-from tests.support.combinations import Combination, accepted, parsed, place, smallest
-from tests.support.engine_layouts import accepts, runs_of_layouts
+from tests.support.combinations import Combination, accepted, smallest
+from tests.support.engine_layouts import accepts, accepts_on, runs_of_layouts
 from tests.support.jobs import KEEP_FIRST, VOCABULARY, CausalJob, FallingMetric
 from tests.support.preference_runs import pairs, words
 from tests.support.selection import few
@@ -62,13 +61,12 @@ LORA_FLAGS[INTERLEAVED] = f"{LORA_FLAGS['pipeline-parallel']} --virtual-pipeline
 LORA_WORLDS = {name: found.world for name, found in LAYOUTS.items()} | {INTERLEAVED: 2}
 
 
-def _is_accepted(kind: str, layout: str) -> bool:
-    config = REGISTRY.complete(parsed((*f"{EXPORTED} {LORA_FLAGS[layout]} {KINDS[kind]}".split(), "--save", "run")))
-    request = build_request(config, place(LORA_WORLDS[layout], "Trainer"), REGISTRY.switches, training=True)
-    return not REGISTRY.refusals(request)
-
-
-ADAPTED = [(kind, layout) for kind in KINDS for layout in LORA_FLAGS if _is_accepted(kind, layout)]
+ADAPTED = [
+    (kind, layout)
+    for kind in KINDS
+    for layout in LORA_FLAGS
+    if accepts_on(LORA_WORLDS[layout], f"{EXPORTED} {LORA_FLAGS[layout]} {KINDS[kind]}".split())
+]
 
 
 class Adapted(CausalJob):

@@ -18,14 +18,13 @@ from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.models import weight_files
 from rapidformer_templates.planning.plan import PIPELINE_FSDP_ENGINE
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import DDP_ENGINE
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.fit import fit
 from rapidformer_templates.run.run import Run
 from tests.support import parity
-from tests.support.combinations import Combination, parsed, place, smallest
-from tests.support.engine_layouts import NAMES, accepts, runs_of_layouts
+from tests.support.combinations import Combination, parsed, smallest
+from tests.support.engine_layouts import NAMES, accepts, accepts_on, runs_of_layouts
 from tests.support.jobs import KEEP_FIRST, CausalJob, DeepJob, FallingMetric
 from tests.support.mixtures import MixtralJob
 from tests.support.parallel_jobs import JOBS, Tanh, TanhModel
@@ -301,18 +300,12 @@ def _flags(task: str, start: str, engine: str, data: str) -> list[str]:
     return [*flags, "--pretrained-model-name-or-path", folder, *(["--lora-rank", "2"] if start == "adapters" else [])]
 
 
-def _is_accepted(task: str, start: str, engine: str) -> bool:
-    config = REGISTRY.complete(parsed((*_flags(task, start, engine, "data"), "--no-save")))
-    place_of_engine = place(ENGINES[engine].world, "Trainer")
-    return not REGISTRY.refusals(build_request(config, place_of_engine, REGISTRY.switches, training=True))
-
-
 STARTED = [
     (task, start, engine)
     for task in ROWS
     for start in STARTS
     for engine in ENGINES
-    if (start != "new head" or task in HEADS) and _is_accepted(task, start, engine)
+    if (start != "new head" or task in HEADS) and accepts_on(ENGINES[engine].world, _flags(task, start, engine, "data"))
 ]
 DIVIDING = ("pipeline-parallel", "tensor-parallel", "zero-3")
 """Engines under which a worker reads only its parts of the weights."""

@@ -21,7 +21,6 @@ import pytest
 from rapidformer_templates import Data
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.run import folder as run_folder
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.folder import CONTENTS, RunFolder, RunLock, read_metrics
 from rapidformer_templates.system.workers import Workers
@@ -128,7 +127,7 @@ def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monk
 
     seen = set()
     for folder in each_crash(prepare, overwrite):
-        found, passed_over = checkpoint_check.newest_complete(folder / "checkpoints", alone())
+        found, passed_over = checkpoint.newest_complete(folder / "checkpoints", alone())
         whole = all((folder / name).exists() for name in CONTENTS)
         assert not passed_over
         assert found is None or whole
@@ -287,19 +286,6 @@ def test_a_full_disk_and_a_read_only_one(small_disk: Path, says: Says) -> None:
     (small_disk / "filler").unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     refused(says, small_disk / "run")
-
-
-@pytest.mark.durable
-def test_metrics_are_written_to_a_file_that_is_opened_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Full(Line):
-        def on_train_start(self) -> None:
-            links = {path: path.name for path in Path("/proc/self/fd").iterdir() if path.exists()}
-            (number,) = [name for path, name in links.items() if path.readlink() == tmp_path / "metrics.jsonl"]
-            os.dup2(os.open("/dev/full", os.O_WRONLY), int(number))
-
-    Full([*SHORT, "--save", str(tmp_path)]).fit()
-    assert "metrics.jsonl cannot be written: the disk is full" in capsys.readouterr().err
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 11))
 
 
 def _train_until_full(workers: Workers, folder: str, full_at: int, free_at: int) -> None:

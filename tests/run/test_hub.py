@@ -51,7 +51,7 @@ def model(hub: Hub, bert_folder: Path, tmp_path: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def asks_the_hub_again_and_shows_no_bars() -> Iterator[None]:
-    push_to_hub.create.cache_clear()
+    push_to_hub.create_repository.cache_clear()
     for package in (datasets, huggingface_hub.utils):
         package.disable_progress_bars()
     yield
@@ -174,18 +174,11 @@ def test_own_code_is_only_downloaded_on_request(hub: Hub, model: dict[str, bytes
 
 
 MISTAKES = [
-    "--pretrained-model-name-or-path someone/none",
-    "--pretrained-model-name-or-path someone/gated",
-    "--revision v9",
-    "--data-name someone/none",
-    "--data-name someone/gated",
-    "--data-config none",
-    "--data-split train,none",
-    "--data-config chosen",
-    "--push-to-hub tiny",
-    "--push-to-hub other/tiny",
+    "--pretrained-model-name-or-path someone/none", "--pretrained-model-name-or-path someone/gated", "--revision v9",
+    "--data-name someone/none", "--data-name someone/gated", "--data-config none", "--data-split train,none",
+    "--data-config chosen", "--push-to-hub tiny", "--push-to-hub other/tiny",
     "--push-to-hub someone/tiny --no-export-model",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", by_default(MISTAKES[::4], MISTAKES))

@@ -26,7 +26,6 @@ from transformers import (
 from rapidformer_templates import Data, Finetuner
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.errors import ConfigError, DataError, NonFiniteLoss
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.run.step_errors import IndexLimits
@@ -76,7 +75,7 @@ def test_saves_in_the_background_are_told_when_they_are_whole(tmp_path: Path) ->
 
     class Told(Line):
         def on_checkpoint(self, step: int, folder: Path) -> None:
-            told.append((step, checkpoint_check.problem_of(folder)))
+            told.append((step, checkpoint.problem_of(folder)))
 
         def on_train_end(self, summary: Any) -> None:
             told.append((0, None))

@@ -12,7 +12,7 @@ import torch
 
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.run import mirror
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint.format import problem_of
 from rapidformer_templates.run.folder import RunFolder, read_metrics
 from rapidformer_templates.system import files
 from rapidformer_templates.system.workers import Workers
@@ -93,7 +93,7 @@ def test_a_run_whose_machine_is_lost_continues_to_the_bit(kind: str, tmp_path: P
     assert steps == list(range(1, 11))
     assert names(copy) == {"step-8", "step-10"}
     for name in ("step-8", "step-10"):
-        assert checkpoint_check.problem_of(copy / "checkpoints" / name) is None
+        assert problem_of(copy / "checkpoints" / name) is None
     for name in ("metrics.jsonl", "summary.json", "export/model.safetensors"):
         assert (copy / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
 
@@ -169,7 +169,7 @@ def test_half_a_copy_is_not_taken(
         harm(newest / WEIGHTS)
     Line([*STEPS, "--save", str(tmp_path / "other"), "--mirror", f"file://{copied}", "--resume"]).fit()
     assert "step-8" in capsys.readouterr().err.partition("resuming from")[2].partition("\n")[0]
-    assert checkpoint_check.problem_of(newest) is None, "the next copy replaces it"
+    assert problem_of(newest) is None, "the next copy replaces it"
 
 
 @pytest.mark.parametrize("at", by_default([24], range(0, 60, 12)))
@@ -178,7 +178,7 @@ def test_a_copy_that_ends_anywhere_is_whole_or_does_not_count(at: int, tmp_path:
     server.fails_after = at
     Line([*STEPS, "--save", str(tmp_path / "run"), "--mirror", server.url]).fit()
     for manifest in (server.folder / "run").rglob("manifest.json"):
-        assert not manifest.read_bytes() or checkpoint_check.problem_of(manifest.parent) is None
+        assert not manifest.read_bytes() or problem_of(manifest.parent) is None
 
 
 def test_another_run_is_not_overwritten(copied: Path, tmp_path: Path, says: Says) -> None:

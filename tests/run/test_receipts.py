@@ -42,18 +42,11 @@ def _config(found: Combination) -> Any:
 
 
 LONGER = {
-    *("context-parallel", "cpu-offload", "deepspeed-config", "distributed-optimizer", "dynamic-shape"),
-    *(
-        "expert-parallel",
-        "flash-attention",
-        "fsdp-options",
-        "fused-linear-cross-entropy",
-        "gradient-accumulation",
-        "hybrid-sharding",
-    ),
-    *("mixture-of-experts", "nvme-offload", "onnx-runtime", "optimizer", "oss", "sdp", "sequence-parallel"),
-    *("tensor-parallel", "torch-compile", "zero-1", "zero-3"),
-}
+    "context-parallel", "cpu-offload", "deepspeed-config", "distributed-optimizer", "dynamic-shape", "expert-parallel",
+    "flash-attention", "fsdp-options", "fused-linear-cross-entropy", "gradient-accumulation", "hybrid-sharding",
+    "mixture-of-experts", "nvme-offload", "onnx-runtime", "optimizer", "oss", "sdp", "sequence-parallel",
+    "tensor-parallel", "torch-compile", "zero-1", "zero-3",
+}  # fmt: skip
 """For ``make test-longer``. Others of the same kind are forgotten in ``make test``."""
 
 

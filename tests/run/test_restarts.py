@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rapidformer_templates.errors import ConfigError, RapidformerError, ReportedError, WorkerFailed
-from rapidformer_templates.run import restarts
+from rapidformer_templates.run import new_workers
 from rapidformer_templates.run.fit import join_and_train
 from rapidformer_templates.run.folder import RunFolder, read_metrics
-from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_numbers
+from rapidformer_templates.run.new_workers import Flags, run_with_restarts, worker_numbers
 from rapidformer_templates.system.processes import Failure
 from rapidformer_templates.system.workers import Workers
 from tests.support.dropout_runs import DropoutJob
@@ -101,7 +101,7 @@ def killed(count: int = 1) -> WorkerFailed:
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     slept: list[float] = []
-    monkeypatch.setattr(restarts.time, "sleep", slept.append)
+    monkeypatch.setattr(new_workers.time, "sleep", slept.append)
     return slept
 
 
@@ -229,30 +229,22 @@ def test_the_remaining_worker_has_the_losses_of_one_process(pauses: list[float],
     assert_losses_of_one_process(tmp_path)
 
 
-KILLED = [  # (workers, steps between checkpoints, how the run continues)
-    (2, "2", "1 worker, continues from step-4"),
-    (3, "2", "2 workers, continues from step-4"),
-    (3, "9", "2 workers, begins at step 0"),
+KILL, FULL = "error: worker 1 was killed by SIGKILL", "is out of memory"
+LOST = [  # (flags, how a worker is lost, how the run continues)
+    ("--nproc-per-node 2 --min-workers 1 --save-interval 2", KILL, "1 worker, continues from step-4"),
+    ("--nproc-per-node 3 --min-workers 1 --save-interval 2", KILL, "2 workers, continues from step-4"),
+    ("--nproc-per-node 3 --min-workers 1 --save-interval 9", KILL, "2 workers, begins at step 0"),
+    ("--nproc-per-node 2 --min-workers 2 --save-interval 2", FULL, "2 workers, continues from step-4"),
 ]
 
 
 @pytest.mark.longer
 @pytest.mark.distributed
-@pytest.mark.parametrize(("workers", "saves", "expected"), KILLED)
-def test_a_killed_worker_costs_the_steps_since_a_save(workers: int, saves: str, expected: str, tmp_path: Path) -> None:
-    flags = ["--nproc-per-node", str(workers), "--min-workers", "1", "--save-interval", saves]
-    told = start(tmp_path, *flags, "--save", str(tmp_path / "run"))
-    assert "error: worker 1 was killed by SIGKILL" in told
+@pytest.mark.parametrize(("flags", "lost", "expected"), LOST)
+def test_a_lost_worker_costs_the_steps_since_a_save(flags: str, lost: str, expected: str, tmp_path: Path) -> None:
+    told = start(tmp_path, *flags.split(), "--save", str(tmp_path / "run"), **({"FULL": "1"} if lost == FULL else {}))
+    assert lost in told
     assert f"restart    1 of 3 in 1 s with {expected}" in told
-    assert_losses_of_one_process(tmp_path)
-
-
-@pytest.mark.longer
-@pytest.mark.distributed
-def test_a_worker_out_of_memory_is_restarted(tmp_path: Path) -> None:
-    flags = ["--nproc-per-node", "2", "--min-workers", "2", "--save-interval", "2", "--save", str(tmp_path / "run")]
-    told = start(tmp_path, *flags, FULL="1")
-    assert "restart    1 of 3 in 1 s with 2 workers, continues from step-4" in told
     assert_losses_of_one_process(tmp_path)
 
 

@@ -4,8 +4,6 @@ import errno
 import json
 import shutil
 import socket
-import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,17 +14,16 @@ from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadMo
 
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.run import folder as run_lock
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.files import crc32
-from tests.support.crash_points import hang_in_writes
-from tests.support.dropout_runs import FLAGS, Died, DropoutJob, assert_same, run
-from tests.support.jobs import ClassJob, _bert
+from tests.support.dropout_runs import FLAGS, DropoutJob, assert_same, run
+from tests.support.jobs import _bert
 from tests.support.lines import Line
 from tests.support.messages import Says
 from tests.support.selection import by_default
-from tests.support.worker_pool import new_process, run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 
 @pytest.fixture(scope="module")
@@ -50,65 +47,18 @@ def dead_after_8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("deaths", by_default([[5]], [[1], [5], [4, 7, 11]]))
-def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    for death in deaths:
-        run(folder, "--resume", dies_after=death)
-    run(folder, "--resume")
-    assert_same(whole, folder)
+DEATHS = [([1], []), ([5], []), ([4, 7, 11], []), ([5], ["--async-save"]), ([4, 7, 11], ["--async-save"])]
 
 
-@pytest.mark.longer
 @pytest.mark.slow
-@pytest.mark.parametrize("deaths", [[5], [4, 7, 11]])
-def test_saves_in_the_background_resume_bitwise_too(deaths: list[int], whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("deaths", "flags"), by_default(DEATHS[1:2], DEATHS), ids=str)
+def test_a_resumed_run_is_bitwise_the_whole_one(
+    deaths: list[int], flags: list[str], whole: Path, tmp_path: Path
+) -> None:
     for death in deaths:
-        run(tmp_path / "run", "--resume", "--async-save", dies_after=death)
-    run(tmp_path / "run", "--resume", "--async-save")
+        run(tmp_path / "run", "--resume", *flags, dies_after=death)
+    run(tmp_path / "run", "--resume", *flags)
     assert_same(whole, tmp_path / "run")
-
-
-@pytest.mark.longer
-@pytest.mark.slow
-@pytest.mark.durable
-@pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
-def test_a_kill_in_a_save(flags: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, in_save = tmp_path / "run", tmp_path / "in-save"
-    process = new_process(_hang_in_save, folder, in_save, flags)
-    process.start()
-    while not in_save.exists():
-        assert process.is_alive()
-        time.sleep(0.01)
-    process.kill()
-    process.join()
-    names = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert names == {"latest", "step-3", "step-6.tmp"}
-    run(folder, "--resume", *flags)
-    assert f"resuming from {folder}/checkpoints/step-3" in capsys.readouterr().err
-    assert_same(whole, folder)
-    assert not list((folder / "checkpoints").glob("*.tmp"))
-
-
-def _hang_in_save(folder: Path, in_save: Path, flags: list[str]) -> None:
-    """Run with a save of step 6 that never ends. ``in_save`` is created during the save (if async, two steps later)."""
-    steps, hanging = threading.Semaphore(0), threading.Event()
-
-    def begun() -> None:
-        hanging.set()
-        for _ in flags * 2:
-            steps.acquire()
-        in_save.touch()
-
-    def count(job: DropoutJob, step: int, result: Any) -> None:
-        if step > 6:
-            hanging.wait()
-            steps.release()
-
-    hang_in_writes("step-6.tmp", begun)
-    DropoutJob.on_step_end = count  # type: ignore[method-assign]
-    run(folder, *flags)
 
 
 MEASURED = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
@@ -214,20 +164,6 @@ def test_weights_only_starts_anew_with_the_weights(whole: Path, tmp_path: Path) 
     assert first["loss"] != read_metrics(whole / "metrics.jsonl")[0]["loss"]
 
 
-def test_only_whole_checkpoints_are_kept(whole: Path) -> None:
-    kept = {path.name for path in (whole / "checkpoints").iterdir()}
-    assert {"latest", "step-9", "step-12"} <= kept
-    assert (whole / "checkpoints" / "latest").read_text() == "step-12\n"
-    assert "step-3" not in kept or json.loads((whole / "summary.json").read_text())["best"]["step"] == 3
-
-
-@pytest.fixture(scope="module")
-def by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Return the folder of the runs with two workers, and the results that each worker has seen."""
-    root = tmp_path_factory.mktemp("two")
-    return root, run_in_workers(2, _cases, root)
-
-
 def _die_and_resume(workers: Any, root: Path) -> None:
     run(root / "whole")
     run(root / "died", dies_after=8)
@@ -243,25 +179,12 @@ def test_two_workers_resume_bitwise(tmp_path: Path) -> None:
 
 @pytest.mark.longer
 @pytest.mark.distributed
-def test_another_number_of_workers_resumes_to_rounding(by_two: tuple[Path, list[dict[str, Any]]]) -> None:
-    """FSDP → one process and DDP → FSDP follow the curve of one process, without dropout."""
-    root, _ = by_two
-    _plain(root / "fsdp-half", 12, "--resume")
-    _plain(root / "reference", 12)
-    losses = [line["loss"] for line in read_metrics(root / "reference" / "metrics.jsonl") if "loss" in line]
-    for name in ("fsdp-half", "ddp-then-fsdp"):
-        other = [line["loss"] for line in read_metrics(root / name / "metrics.jsonl") if "loss" in line]
-        torch.testing.assert_close(torch.tensor(other), torch.tensor(losses), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.longer
-@pytest.mark.distributed
-def test_two_workers_save_in_the_background(by_two: tuple[Path, list[dict[str, Any]]], says: Says) -> None:
+def test_two_workers_save_in_the_background(tmp_path: Path, says: Says) -> None:
     """The results are bit-identical to waiting saves. Both fail if one worker's disk is full or one sees no folder.
 
     Only one of them reads the data back to check that it is complete.
     """
-    root, results = by_two
+    root, results = tmp_path, run_in_workers(2, _cases, tmp_path)
     for rank, result in enumerate(results):
         says.text(result["unseen"], ROOT=root, HOST=socket.gethostname())
         says.text(result["full"], ROOT=root)
@@ -291,7 +214,7 @@ def _cases(workers: Any, root: Path) -> dict[str, Any]:
                 read[name].append(path.name)
             return crc32(path)
 
-        return mock.patch.object(checkpoint_check, "crc32", seen)
+        return mock.patch.object(checkpoint, "crc32", seen)
 
     with counting("saved", "step-12"):
         run(root / "waiting")
@@ -305,10 +228,6 @@ def _cases(workers: Any, root: Path) -> dict[str, Any]:
     full = _failing_save(workers, root / "full", OSError(errno.ENOSPC, "No space left on device"), "--async-save")
     bug = ValueError("weight is torch.complex128, which safetensors cannot hold")
     errors = [_failing_save(workers, root / "memory", MemoryError()), _failing_save(workers, root / "bug", bug)]
-    for name, flags in (("ddp-then-fsdp", []), ("fsdp-half", ["--fsdp-memory-optimization"])):
-        with pytest.raises(Died):  # caught here, because a worker exits on an error
-            _plain(root / name, 7, *flags)
-    _plain(root / "ddp-then-fsdp", 12, "--resume", "--fsdp-memory-optimization")
     return {"full": full, "unseen": str(unseen.value), "errors": errors, "read": read}
 
 
@@ -326,18 +245,6 @@ def _failing_save(workers: Any, folder: Path, error: Exception, *flags: str) -> 
         run(folder, *flags)
     workers.barrier()
     return str(caught.value)
-
-
-def _plain(folder: Path, until: int, *flags: str) -> None:
-    """Run the job without dropout, and stop after step ``until`` of 12."""
-    job = ClassJob([*FLAGS.split(), "--save", str(folder), *flags])
-
-    def stop(step: int, result: Any) -> None:
-        if step == until < 12:
-            raise Died
-
-    job.on_step_end = stop  # type: ignore[method-assign]
-    job.fit()
 
 
 def test_a_resume_that_finds_nothing_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,14 +178,10 @@ def _in_one_session(workers: Any, flags: str) -> list[list[tuple[float, float]]]
 
 
 KEEPS_GRADIENTS = [
-    "--zero-3-memory-optimization",
-    "--fsdp-memory-optimization --no-fsdp-reduce-every-micro-batch",
-    "--zero-2-memory-optimization",
-    "--zero-2-memory-optimization --cpu-offload",
-    "--zero-3-memory-optimization --cpu-offload",
-    "--use-distributed-optimizer",
-    "--oss-sdp-memory-optimization",
-]
+    "--zero-3-memory-optimization", "--fsdp-memory-optimization --no-fsdp-reduce-every-micro-batch",
+    "--zero-2-memory-optimization", "--zero-2-memory-optimization --cpu-offload",
+    "--zero-3-memory-optimization --cpu-offload", "--use-distributed-optimizer", "--oss-sdp-memory-optimization",
+]  # fmt: skip
 
 
 @pytest.mark.distributed

@@ -40,6 +40,10 @@ def runs_of_layouts() -> tuple[dict[str, str], dict[str, int]]:
 def accepts(layout: str, words: str) -> bool:
     """Return whether the rules accept the layout with these flags, in a run of the Trainer."""
     flags, worlds = runs_of_layouts()
-    config = REGISTRY.complete(parsed(tuple(f"{flags[layout]} {words} --save run".split())))
-    request = build_request(config, place(worlds[layout], "Trainer"), REGISTRY.switches, training=True)
-    return not REGISTRY.refusals(request)
+    return accepts_on(worlds[layout], f"{flags[layout]} {words}".split())
+
+
+def accepts_on(workers: int, words: list[str]) -> bool:
+    """Return whether the rules accept these flags in a run of the Trainer on this number of workers."""
+    config = REGISTRY.complete(parsed((*words, "--save", "run")))
+    return not REGISTRY.refusals(build_request(config, place(workers, "Trainer"), REGISTRY.switches, training=True))

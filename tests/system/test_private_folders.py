@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.run import launch_from_python
+from rapidformer_templates.run import new_workers
 from rapidformer_templates.run.folder import RunLock
-from rapidformer_templates.run.launch_from_python import TEMPLATE
+from rapidformer_templates.run.new_workers import TEMPLATE
 from rapidformer_templates.system import tensor_files
 from rapidformer_templates.system.files import (
     PREFIX,
@@ -137,7 +137,7 @@ def test_a_template_that_others_could_have_written_is_not_unpickled(
     place: str, temporary: Path, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(launch_from_python.launch, "report_errors", lambda body: body())
+    monkeypatch.setattr(new_workers.launch, "report_errors", lambda body: body())
     mark = temporary / "executed"
     with private_folder() as folder:
         write_private(folder / TEMPLATE, pickle.dumps(Payload(mark)))
@@ -148,7 +148,7 @@ def test_a_template_that_others_could_have_written_is_not_unpickled(
         else:
             monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         with says(RapidformerError, PRIVATE=folder):
-            launch_from_python.main(folder)
+            new_workers.main(folder)
         assert not mark.exists()
 
 

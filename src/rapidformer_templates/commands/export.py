@@ -166,8 +166,7 @@ def _export(run: RunFolder, options: argparse.Namespace) -> Path:
     name = ("merged" if options.merge else "export") + (f"-step-{options.step}" if options.step is not None else "")
     output = _output(options, run.path / name, reads=run.model)
 
-    from rapidformer_templates.run.checkpoint.check import problem_of
-    from rapidformer_templates.run.checkpoint.format import folder_of
+    from rapidformer_templates.run.checkpoint.format import folder_of, problem_of
     from rapidformer_templates.run.export import export_checkpoint
     from rapidformer_templates.run.saved_model import values_of
 

@@ -162,8 +162,7 @@ def weights_of_run(saved: SavedModel) -> ExportedWeights:
     Raises:
         RapidformerError: the checkpoint is lost or damaged.
     """
-    from rapidformer_templates.run.checkpoint.check import problem_of
-    from rapidformer_templates.run.checkpoint.format import folder_of
+    from rapidformer_templates.run.checkpoint.format import folder_of, problem_of
     from rapidformer_templates.run.export import ExportedWeights
 
     assert saved.run is not None, "template_of_script checks it"

@@ -183,11 +183,9 @@ def check_memory(model: nn.Module) -> None:
             if (first.requires_grad or second.requires_grad) and _overlap(first, second):
                 tie = "assign one parameter to both modules, as in b.weight = a.weight"
                 copy = "register a copy, or compute it from the parameter in each forward"
-                raise ModelError(
-                    f"{one} and {other} are two tensors on one memory, which moving or sharding the model separates",
-                    where="build_model()",
-                    hint=tie if isinstance(second, nn.Parameter) else copy,
-                )
+                hint = tie if isinstance(second, nn.Parameter) else copy
+                what = "two tensors on one memory, which moving or sharding the model separates"
+                raise ModelError(f"{one} and {other} are {what}", where="build_model()", hint=hint)
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

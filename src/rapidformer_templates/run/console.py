@@ -76,16 +76,9 @@ def summarise(loop: Loop, metrics: dict[str, float], receipts: Measurements) -> 
     if not loop.meter.steps and run.folder:
         # A complete run was resumed without a step, so its earlier measurements are still valid.
         earlier = run.folder.read_summary()
-        measured = (
-            "started",
-            "throughput",
-            "receipts",
-            "wall_seconds",
-            "peak_memory_mb",
-            "peak_memory_mb_by_rank",
-            "stragglers",
-        )
-        summary |= {name: earlier[name] for name in measured if name in earlier}
+        measured = {"started", "throughput", "receipts", "wall_seconds", "stragglers"}
+        measured |= {"peak_memory_mb", "peak_memory_mb_by_rank"}
+        summary |= {name: value for name, value in earlier.items() if name in measured}
     summary["trackers"] = run.workers.broadcast(loop.log.trackers.end(summary) if loop.log.trackers else {})
     if run.workers.is_main and run.folder:
         write_json(run.folder.summary, finite(summary))

@@ -81,7 +81,8 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
         mistakes.raise_all()  # before a long download
     mistakes.run(check_data, config)
     mistakes.raise_all()
-    create_repository(config)
+    if config.training.push_to_hub:
+        create_repository(config.training.push_to_hub)
     return template
 
 

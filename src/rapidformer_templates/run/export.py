@@ -22,12 +22,7 @@ from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.optimizer_state import average_of
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.loading import (
-    class_of,
-    mark_folder,
-    modules_of_changed_models,
-    read_config_of,
-)
+from rapidformer_templates.models.loading import class_of, mark_folder, modules_of_changed_models, read_config_of
 from rapidformer_templates.models.weight_files import save_model, save_weights
 from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.run.checkpoint.format import Reader
@@ -162,12 +157,10 @@ def _skeleton(described: Path) -> Assembly | None:
     restore = next((module.restore for module in restoring if module.is_marked(described)), None)
     if kind is None:
         if restore:
-            raise ModelError(
-                f"transformers has no class {(config.architectures or ['for this model'])[0]}, so its adapters "
-                "cannot be exported from here",
-                where=str(config_file(described)),
-                hint="finish the run with --resume: it exports its adapters",
-            )
+            name = (config.architectures or ["for this model"])[0]
+            message = f"transformers has no class {name}, so its adapters cannot be exported from here"
+            hint = "finish the run with --resume: it exports its adapters"
+            raise ModelError(message, where=str(config_file(described)), hint=hint)
         return None
     model = _empty(kind, config)
     if (described / "generation_config.json").is_file():

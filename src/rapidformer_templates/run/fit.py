@@ -19,8 +19,7 @@ from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.run import out_of_memory, scripts
 from rapidformer_templates.run.building import build_data, build_engine, choose_allocation, prepare_switches
-from rapidformer_templates.run.checkpoint.check import problem_on_all_ranks
-from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of, is_checkpoint
+from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import show_plan, show_results, summarise
 from rapidformer_templates.run.early_checks import check_folder, check_metric
@@ -28,12 +27,11 @@ from rapidformer_templates.run.export import ExportedWeights, describe_model, ex
 from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, lock_folder, read_metrics
 from rapidformer_templates.run.hooks import restore_callbacks
 from rapidformer_templates.run.inference import Evaluator, Validation
-from rapidformer_templates.run.launch_from_python import Keep, train_sent
 from rapidformer_templates.run.loop import Loop
 from rapidformer_templates.run.mirror import mirrored
+from rapidformer_templates.run.new_workers import Flags, Keep, run_with_restarts, train_sent, worker_numbers
 from rapidformer_templates.run.push_to_hub import check_push, create_repository, push_export, write_card
 from rapidformer_templates.run.reference import precomputed_reference
-from rapidformer_templates.run.restarts import Flags, run_with_restarts, worker_numbers
 from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.saving import load_exported, restore_run, show_changes
 from rapidformer_templates.run.steps import best_metric, build_order
@@ -95,7 +93,8 @@ def _check_template(template: Template) -> None:
     if "build_model" not in own:
         check_not_quantized(template.config)
     check_push(template.config)
-    create_repository(template.config)
+    if template.config.training.push_to_hub:
+        create_repository(template.config.training.push_to_hub)
     prepare_switches(template.config, template.plan)
     if note := worker_numbers(template)[1]:
         print_lines(note)
@@ -104,7 +103,7 @@ def _check_template(template: Template) -> None:
 def _can_resume(training: TrainingFlags) -> bool:
     """Whether this run has a checkpoint to resume from. A run that will be overwritten does not count."""
     continues = training.resume or not training.overwrite
-    return bool(continues and training.save and candidates(RunFolder(training.save).checkpoints))
+    return bool(continues and training.save and checkpoint.candidates(RunFolder(training.save).checkpoints))
 
 
 def join_and_train(template: Template, then: AfterTraining | None = None) -> Summary:
@@ -134,7 +133,7 @@ def join_and_train(template: Template, then: AfterTraining | None = None) -> Sum
         run = begin_run(template, workers, folder)
 
         def resume_hint() -> str:
-            saved = candidates(folder.checkpoints) if folder else []
+            saved = checkpoint.candidates(folder.checkpoints) if folder else []
             return f"--resume continues from {saved[0].name}" if saved else "there is no checkpoint to resume from"
 
         stacks = folder.stacks if folder else None
@@ -237,7 +236,7 @@ def train(run: Run, stop: StopRequest, then: AfterTraining | None = None) -> Sum
         saved = folder if continues else None
         if not continues and run.position.step:  # the run that --load refers to, directly or through its checkpoint
             path = Path(str(training.load))
-            saved = RunFolder(path.parent.parent if is_checkpoint(path) else path)
+            saved = RunFolder(path.parent.parent if checkpoint.is_checkpoint(path) else path)
         precomputed.attach(folder, saved=saved)
 
     # 4. The training loop.
@@ -315,13 +314,13 @@ def _load_best_weights(run: Run) -> bool:
     best, folder = run.position.best, run.folder
     if best is None or folder is None or best["step"] == run.position.step:
         return False
-    checkpoint = folder_of(folder.checkpoints, best["step"])
-    problem = problem_on_all_ranks(checkpoint, run.workers)
+    saved = checkpoint.folder_of(folder.checkpoints, best["step"])
+    problem = checkpoint.problem_on_all_ranks(saved, run.workers)
     if problem:
-        line = f"the best checkpoint is lost ({checkpoint.name}: {problem}): the last weights are used instead"
+        line = f"the best checkpoint is lost ({saved.name}: {problem}): the last weights are used instead"
         say(run.workers, line, loud=True)
         run.position.best = None
         return False
     averages = run.config.training.ema_decay is not None  # the averages are part of the optimizer state
-    run.engine.load(Reader(checkpoint), optimizer=averages)
+    run.engine.load(checkpoint.Reader(saved), optimizer=averages)
     return True

@@ -293,14 +293,6 @@ def _close_after_fork() -> None:
 os.register_at_fork(after_in_child=_close_after_fork)
 
 
-def _has_locked(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 class RunLock:
     """The lock of a run folder, for one worker.
 
@@ -404,15 +396,19 @@ class RunLock:
     def _lock(self, kind: int) -> None:
         assert self._descriptor is not None
         end = time.monotonic() + ENDING_SECONDS
-        try:
-            while not _has_locked(self._descriptor, kind):
+        while True:
+            try:
+                fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
                 if time.monotonic() > end:
                     self._refuse()
                 time.sleep(0.05)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            self.works = False
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                self.works = False
+                return
 
     def _refuse(self) -> NoReturn:
         self._close()

@@ -66,6 +66,7 @@ class Evaluator:
         self.run, self.samples = run, samples
         self.name = name
         self.part = name if part is None else part
+        self._samples_name = f"{name or 'validation'} samples"
         sizes = run.plan.sizes
         self.size = min(len(samples), limit) if limit else len(samples)
         self._requests = eval_requests(
@@ -121,10 +122,6 @@ class Evaluator:
         for microbatch in on_device(batches, run.workers.device, ahead=1):
             run.watch.enter(EVALUATION, run.position.step)
             yield microbatch, on_host.popleft()
-
-    @property
-    def _samples_name(self) -> str:
-        return f"{self.name or 'validation'} samples"
 
     def _results(self, advance: Callable[[int], object]) -> tuple[float, float, list[tuple[int, object, object]]]:
         """Return (sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""

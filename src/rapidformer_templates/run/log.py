@@ -248,24 +248,17 @@ class Means:
         return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
 
-class Progress:
+class Progress(ProgressBar):
     """Progress of the training steps: a bar on a terminal, otherwise a line per log, evaluation and checkpoint."""
 
     def __init__(self, total: int, done: int, *, show: bool) -> None:
-        self._bar = ProgressBar("training", total, done, show=show)
+        super().__init__("training", total, done, show=show)
         self._total = total
         self._loss: HostCopy | None = None
         self._text = ""
         self._in_lines = show and not sys.stderr.isatty()
 
-    def __enter__(self) -> Progress:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.__exit__(*exception)
-
-    def advance(self, means: Means) -> None:
+    def step_done(self, means: Means) -> None:
         """Count one step. The loss is shown up to five times per second, on a GPU with a delay, without a wait."""
 
         def newest_loss() -> str:
@@ -276,7 +269,7 @@ class Progress:
             self._loss = copy
             return self._text
 
-        self._bar.advance(1, newest_loss)
+        self.advance(1, newest_loss)
 
     def logged(self, line: MetricsLine) -> None:
         """Show a line of ``metrics.jsonl``."""

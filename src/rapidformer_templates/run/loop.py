@@ -96,19 +96,18 @@ class Loop:
         run.notify("on_train_start")
         states_of(run.callbacks)  # fail now, not at the first checkpoint, if a state cannot be saved
         while (step := position.step) < self.total:
-            if self.profile:
-                self.profile.step_begins()
+            self.profile.step_begins()
 
             # 1. Load the micro batches of this rank. The samples depend only on the seed and the step.
             run.watch.enter(watch.DATA, step + 1)
-            with self._profiled(DATA):
+            with self.profile.part(DATA):
                 microbatches = [next(batches) for _ in range(run.plan.sizes.accumulation)]
 
             # 2. Agree on what all ranks must know before the forward: the number of targets, whether to stop, and
             #    whether a background save has progressed on every rank. The hosts exchange this while the devices
             #    still compute the previous step.
             run.watch.enter(watch.EXCHANGE, step + 1)
-            with self._profiled(EXCHANGE):
+            with self.profile.part(EXCHANGE):
                 exchanged = run.exchange(
                     microbatches,
                     stop_requests=stop.is_requested,
@@ -127,24 +126,20 @@ class Loop:
             is_first = self.meter.steps == 0
             run.watch.enter(watch.STEP, step + 1)
             recording = self.receipts.watch(microbatches) if is_first else contextlib.nullcontext()
-            with self._profiled(TRAIN), recording:
+            with self.profile.part(TRAIN), recording:
                 result = self._step(step, microbatches, exchanged["targets"])
 
             # 4. Update the counters.
-            with self._profiled(REST):
+            with self.profile.part(REST):
                 self.receipts.count(microbatches)
                 if is_first:
                     self.receipts.check()
-                before = position.counts
-                position.step = done = step + 1
+                before, done = position.counts, step + 1
+                self.meter.step(*position.advance(exchanged))
                 position.stream = microbatches[-1].bookmark
-                position.samples += int(exchanged["samples"])
-                position.tokens += int(exchanged["tokens"])
-                self.meter.step(int(exchanged["samples"]), int(exchanged["tokens"]))
                 run.notify("on_step_end", done, result)
-                self.log.progress.advance(self._means)
-            if self.profile and self.profile.step_ends():
-                self.profile = None
+                self.log.progress.step_done(self._means)
+            self.profile.step_ends()
 
             # 5. Log, evaluate, compare, save. In this order, the metrics of a step are written before its checkpoint.
             counts, minutes_due = (before, position.counts), int(exchanged["minutes_due"])
@@ -152,8 +147,12 @@ class Loop:
                 self._log(result, step)
             if self.validation and self.intervals.due(EVALUATE, *counts, self.total, minutes_due):
                 metrics = self._evaluate(self.validation)
-                self._stop_early(result)
-            self._after_step(done)
+                self._stop_if_patience_ended(result)
+            self.stragglers.step_done(done)
+            if self.log.trackers:
+                self.log.trackers.flush()
+            if self.intervals.epoch_ends(done):
+                run.notify("on_epoch_end", done // self.intervals.steps_per_epoch)
             # The weights of the best step must be saved before the next step changes them.
             is_best = position.best is not None and position.best["step"] == done
             saves = (
@@ -216,9 +215,6 @@ class Loop:
         if self._layer_grad_norms:
             result.measured = {**result.measured, **self._layer_grad_norms.measured()}
         return result
-
-    def _profiled(self, name: str) -> contextlib.AbstractContextManager[object]:
-        return self.profile.part(name) if self.profile else contextlib.nullcontext()
 
     # Log, evaluate, save.
 
@@ -287,14 +283,6 @@ class Loop:
             self.run.watch.enter(watch.SAVE, self.run.position.step)
             self.checkpoints.wait(is_last=is_last)
 
-    def _after_step(self, done: int) -> None:
-        """Compare the times of the workers, flush the trackers, and call ``on_epoch_end`` at the end of an epoch."""
-        self.stragglers.step_done(done)
-        if self.log.trackers:
-            self.log.trackers.flush()
-        if self.intervals.epoch_ends(done):
-            self.run.notify("on_epoch_end", done // self.intervals.steps_per_epoch)
-
     @property
     def epoch(self) -> float:
         """Completed passes over the data. For a stream, a whole number."""
@@ -309,21 +297,16 @@ class Loop:
 
     # The ends of a run before its last step.
 
-    def _stop_early(self, result: StepResult) -> None:
-        """Stop the run if patience has run out, and log this step as the last one."""
-        step, is_logged = self.run.position.step, self.intervals.logs(self.run.position.step, self.total)
-        self._stop_if_patience_ended()
-        if self.early_stop_reason:
+    def _stop_if_patience_ended(self, result: StepResult | None = None) -> None:
+        """End the run at the current step if patience has run out. ``result`` is logged as that of the last step."""
+        step, total, reason = self.run.position.step, self.total, self.best.patience_reason if self.best else None
+        if not reason or step >= total:
+            return
+        self.total, self.early_stop_reason = step, f"after step {step} of {total}: {reason}"
+        if result:
             say(self.run.workers, f"stopped early {self.early_stop_reason}")
-            if not is_logged:
+            if not self.intervals.logs(step, total):
                 self._log(result, step - 1)
-
-    def _stop_if_patience_ended(self) -> None:
-        """End the run at the current step if patience has run out."""
-        step, reason = self.run.position.step, self.best.patience_reason if self.best else None
-        if reason and step < self.total:
-            self.early_stop_reason = f"after step {step} of {self.total}: {reason}"
-            self.total = step
 
     def _end_early(self, result: StepResult | None, metrics: dict[str, float]) -> dict[str, float]:
         """End the run at the current step because a hook called ``stop()``. Do what is due after the last step.

@@ -10,6 +10,7 @@ stops to copy, because storage has no locks.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
 import socket
@@ -18,13 +19,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.errors import CheckpointError, ConfigError, RapidformerError
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.hub import reason
-from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of
-from rapidformer_templates.run.checkpoint.format import candidates, step_of
+from rapidformer_templates.run.checkpoint.format import candidates, newest_complete, problem_of, step_of
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.system import files as storage
 from rapidformer_templates.system.files import sync
@@ -76,6 +76,9 @@ class Mirror:
         self._is_owner: bool | None = None  # None: nothing is copied yet. False: another run copies there
         self._damaged: set[str] = set()
         """The checkpoints under the URL that are complete but not intact."""
+        self._target: AbstractFileSystem
+        self._root: str
+        """The file system of the URL, and the path in it. Set by :meth:`_open`."""
         self._is_ending = threading.Event()
         self.thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
 
@@ -136,26 +139,24 @@ class Mirror:
         local = self._local()
         if not local:
             return
-        target, root = self._open()
-        self._check_owner(target, root)
-        remote_files = _checkpoints(target, root)
+        self._open()
+        self._check_owner()
+        remote_files = self._checkpoints()
         self._copy_files(WITH_CHECKPOINTS)
         for name in local:
-            self._copy_checkpoint(target, f"{root}/checkpoints/{name}", name, remote_files.get(name, {}))
+            self._copy_checkpoint(name, remote_files.get(name, {}))
         newest = max(map(step_of, map(Path, local)))
         for name in remote_files.keys() - local.keys():
             if step_of(Path(name)) < newest:
-                folder = f"{root}/checkpoints/{name}"
+                folder = f"{self._root}/checkpoints/{name}"
                 if MANIFEST in remote_files[name]:
-                    target.rm_file(f"{folder}/{MANIFEST}")
-                target.rm(folder, recursive=True)
+                    self._target.rm_file(f"{folder}/{MANIFEST}")
+                self._target.rm(folder, recursive=True)
         self._copied = local
 
-    def _copy_checkpoint(
-        self, target: AbstractFileSystem, remote: str, name: str, remote_files: dict[str, int]
-    ) -> None:
+    def _copy_checkpoint(self, name: str, remote_files: dict[str, int]) -> None:
         """Copy a checkpoint unless it is already there. Its manifest comes last, after the sizes are verified."""
-        source = self._folder.checkpoints / name
+        source, remote, target = self._folder.checkpoints / name, f"{self._root}/checkpoints/{name}", self._target
         try:
             manifest = (source / MANIFEST).read_bytes()
             sizes = {file: seal["bytes"] for file, seal in json.loads(manifest)["files"].items()}
@@ -176,7 +177,7 @@ class Mirror:
             if source.exists():  # otherwise the run has deleted it in the meantime
                 raise
 
-    def _check_owner(self, target: AbstractFileSystem, root: str) -> None:
+    def _check_owner(self) -> None:
         """Make this run the one that copies to the URL, before its first copy. Later, check that it still is.
 
         If several runs begin at once, the last one that writes its token copies. The pause lets the others see it
@@ -185,36 +186,36 @@ class Mirror:
         Raises:
             ConfigError: another run copies there.
         """
-        begins = self._is_owner is None
+        begins, target, root = self._is_owner is None, self._target, self._root
         if begins:
-            if _checkpoints(target, root) and not (self._resumes or self._overwrites):
-                raise _other_run(self.url)
+            if self._checkpoints() and not (self._resumes or self._overwrites):
+                raise self._other_run()
             target.makedirs(root, exist_ok=True)
             target.pipe_file(f"{root}/{OWNER}", self._token)
             time.sleep(CLAIM_SECONDS)
         self._is_owner = self._is_owner is not False and target.cat_file(f"{root}/{OWNER}") == self._token
         if not self._is_owner:
-            raise _other_run(self.url)
+            raise self._other_run()
         if begins and self._overwrites:
-            for name in {entry["name"].rstrip("/").rpartition("/")[2] for entry in _entries(target, root)} & OF_A_RUN:
+            for name in self._entries().keys() & OF_A_RUN:
                 target.rm(f"{root}/{name}", recursive=True)
             target.invalidate_cache()
 
     def _copy_files(self, names: tuple[str, ...]) -> None:
         """Copy files and folders. Other files in the copies of the folders are deleted: an earlier export had them."""
-        target, root = self._open()
+        self._open()
         for name in names:
             path = self._folder.path / name
             inner = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-            remotes = {f"{root}/{file.relative_to(self._folder.path).as_posix()}": file for file in inner}
+            remotes = {f"{self._root}/{file.relative_to(self._folder.path).as_posix()}": file for file in inner}
             for remote, file in remotes.items():
                 if file.exists():
-                    target.makedirs(remote.rpartition("/")[0], exist_ok=True)
-                    target.put_file(str(file), remote)
+                    self._target.makedirs(remote.rpartition("/")[0], exist_ok=True)
+                    self._target.put_file(str(file), remote)
             if path.is_dir():
-                target.invalidate_cache()
-                for other in set(target.find(f"{root}/{name}")) - remotes.keys():
-                    target.rm_file(other)
+                self._target.invalidate_cache()
+                for other in set(self._target.find(f"{self._root}/{name}")) - remotes.keys():
+                    self._target.rm_file(other)
 
     # Fetch.
 
@@ -225,12 +226,13 @@ class Mirror:
             ConfigError: there are checkpoints.
         """
         try:
-            remote_files = _checkpoints(*self._open())
+            self._open()
+            remote_files = self._checkpoints()
         except Exception as error:
             say(self._workers, f"{self.url} cannot be read: {reason(error)}", loud=True)
             return
         if remote_files:
-            raise _other_run(self.url)
+            raise self._other_run()
 
     def fetch(self) -> None:
         """Fetch the newest complete checkpoint, the best one, and the files that a resumed run needs.
@@ -239,9 +241,8 @@ class Mirror:
             CheckpointError: the storage cannot be read, or no checkpoint in it is intact.
         """
         try:
-            target, root = self._open()
-            remote_files = _checkpoints(target, root)
-            self._fetch_from(target, root, {name: sizes for name, sizes in remote_files.items() if MANIFEST in sizes})
+            self._open()
+            self._fetch_newest({name: sizes for name, sizes in self._checkpoints().items() if MANIFEST in sizes})
         except CheckpointError:
             raise
         except Exception as error:
@@ -249,10 +250,10 @@ class Mirror:
             hint = "check the address and the network, or leave --mirror out to start from the beginning"
             raise CheckpointError(message, where="--mirror", hint=hint) from error
 
-    def _fetch_from(self, target: AbstractFileSystem, root: str, remote_files: dict[str, dict[str, int]]) -> None:
+    def _fetch_newest(self, remote_files: dict[str, dict[str, int]]) -> None:
         problems = []
         for name in sorted(remote_files, key=lambda name: step_of(Path(name)), reverse=True):
-            problem = self._fetch_checkpoint(target, f"{root}/checkpoints/{name}", name, remote_files[name])
+            problem = self._fetch_checkpoint(name, remote_files[name])
             if problem is None:
                 break
             problems.append(f"{name}: {problem}")
@@ -266,13 +267,12 @@ class Mirror:
         state = json.loads((self._folder.checkpoints / f"{name}.tmp" / "state.json").read_text(encoding="utf-8"))
         best = f"step-{state['best']['step']}" if state.get("best") else name
         if best != name and best in remote_files:
-            problem = self._fetch_checkpoint(target, f"{root}/checkpoints/{best}", best, remote_files[best])
-            names += [best] if problem is None else []
+            names += [best] if self._fetch_checkpoint(best, remote_files[best]) is None else []
         for file in WITH_CHECKPOINTS:
             path = self._folder.path / file
             with suppress(FileNotFoundError):
                 if not path.exists():
-                    target.get_file(f"{root}/{file}", f"{path}.tmp")
+                    self._target.get_file(f"{self._root}/{file}", f"{path}.tmp")
                     Path(f"{path}.tmp").rename(path)
         for step_name in names:
             shutil.rmtree(self._folder.checkpoints / step_name, ignore_errors=True)  # a damaged one
@@ -280,15 +280,13 @@ class Mirror:
         sync(self._folder.checkpoints)
         say(self._workers, f"fetched {' and '.join(names)} from {self.url}")
 
-    def _fetch_checkpoint(
-        self, target: AbstractFileSystem, remote: str, name: str, sizes: dict[str, int]
-    ) -> str | None:
+    def _fetch_checkpoint(self, name: str, sizes: dict[str, int]) -> str | None:
         """Download a checkpoint to a temporary folder. Returns what is wrong with it, or None."""
         folder = self._folder.checkpoints / f"{name}.tmp"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for file in sizes:
-            target.get_file(f"{remote}/{file}", str(folder / file))
+            self._target.get_file(f"{self._root}/checkpoints/{name}/{file}", str(folder / file))
             sync(folder / file)
         problem = problem_of(folder)
         if problem:
@@ -297,36 +295,32 @@ class Mirror:
             sync(folder)
         return problem
 
-    def _open(self) -> tuple[AbstractFileSystem, str]:
-        """Return the file system and the path of the copy in it."""
+    def _open(self) -> None:
+        """Forget what is known about the files under the URL."""
         from fsspec.core import url_to_fs
 
-        target, path = url_to_fs(self.url)
-        target.invalidate_cache()
-        return target, path.rstrip("/")
+        self._target, path = url_to_fs(self.url)
+        self._target.invalidate_cache()
+        self._root = path.rstrip("/")
 
+    def _checkpoints(self) -> dict[str, dict[str, int]]:
+        """Return the size of each file of each checkpoint under the URL, by checkpoint."""
+        names = [name for name in self._entries("/checkpoints") if re.fullmatch(r"step-\d+", name)]
+        return {name: self._entries(f"/checkpoints/{name}") for name in names}
 
-def _checkpoints(target: AbstractFileSystem, root: str) -> dict[str, dict[str, int]]:
-    """Return the size of each file of each checkpoint under a path, by checkpoint."""
-    remote_files: dict[str, dict[str, int]] = {}
-    for folder in _entries(target, f"{root}/checkpoints"):
-        name = folder["name"].rstrip("/").rpartition("/")[2]
-        if name.startswith("step-") and name.removeprefix("step-").isdecimal():
-            files = _entries(target, f"{root}/checkpoints/{name}")
-            remote_files[name] = {file["name"].rpartition("/")[2]: file["size"] for file in files}
-    return remote_files
+    def _entries(self, folder: str = "") -> dict[str, int]:
+        """Return the sizes of the entries of a folder by name, or of the URL itself.
 
+        ``find`` and ``exists`` of fsspec would hide that storage is not reachable.
+        """
+        with suppress(FileNotFoundError):
+            entries = self._target.ls(self._root + folder, detail=True)
+            return {entry["name"].rstrip("/").rpartition("/")[2]: entry.get("size", 0) for entry in entries}
+        return {}
 
-def _entries(target: AbstractFileSystem, path: str) -> list[dict[str, Any]]:
-    """Return the entries of a folder. ``find`` and ``exists`` of fsspec would hide that storage is not reachable."""
-    with suppress(FileNotFoundError):
-        return list(target.ls(path, detail=True))
-    return []
-
-
-def _other_run(url: str) -> ConfigError:
-    hint = "--resume continues it, --overwrite deletes them, another --mirror leaves them alone"
-    return ConfigError(f"{url} holds the checkpoints of another run", where="--mirror", hint=hint)
+    def _other_run(self) -> ConfigError:
+        hint = "--resume continues it, --overwrite deletes them, another --mirror leaves them alone"
+        return ConfigError(f"{self.url} holds the checkpoints of another run", where="--mirror", hint=hint)
 
 
 @contextmanager

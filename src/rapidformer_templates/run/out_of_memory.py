@@ -69,7 +69,13 @@ def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan
         config: the configuration of the run that is out of memory. ``plan`` is its plan.
         resolve: returns a plan, or raises :class:`Refused`.
     """
-    for step in _remaining_steps(config, plan):
+    steps = [step for step in FIRST if not _is_taken(step, config, plan)]
+    copies = plan.sizes.copies
+    if copies > 1:  # a single worker cannot shard
+        group = config.get("fsdp_shard_size") or copies
+        steps += [{"fsdp_shard_size": n} for n in range(group + 1, copies + 1) if copies % n == 0]
+        steps += [step for step in SHARDING if _saving_rank(step.get) > _saving_rank(config.get)]
+    for step in steps:
         changed = {name: value for name, value in step.items() if config.get(name) != value}
         if "micro_batch_size" in step:
             changed["micro_batch_size"] = 1  # the flag may be open, and its value follow from the global batch
@@ -97,15 +103,6 @@ def _is_taken(step: Mapping[str, object], config: RunConfig, plan: Plan) -> bool
     if name == "recompute_granularity":
         return bool(config.get(name) != "selective")  # no recomputation, or already of whole blocks
     return bool(config.get(name) == value)
-
-
-def _remaining_steps(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, object]]:
-    yield from (step for step in FIRST if not _is_taken(step, config, plan))
-    copies = plan.sizes.copies
-    if copies > 1:  # a single worker cannot shard
-        group = config.get("fsdp_shard_size") or copies
-        yield from ({"fsdp_shard_size": n} for n in range(group + 1, copies + 1) if copies % n == 0)
-        yield from (step for step in SHARDING if _saving_rank(step.get) > _saving_rank(config.get))
 
 
 def explained(

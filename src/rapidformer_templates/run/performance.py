@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._autograd import DeviceType
@@ -119,31 +119,12 @@ Interval = tuple[float, float]
 """(start, end) in microseconds."""
 
 
-class ProfileSummary(TypedDict):
-    """The summary of a recording, in milliseconds per step.
-
-    Attributes:
-        steps: number of recorded steps.
-        operators_ms: time in torch operators.
-        outside_operators_share: fraction of the time outside of them.
-        host_waits_a_step: how often the host waits for the device, by the name of the call.
-        device_busy_ms, device_idle_share: time with a running kernel, and the fraction without one. Only on a GPU.
-    """
-
-    steps: int
-    step_ms: float
-    operators_ms: float
-    waiting_for_data_ms: float
-    exchange_between_workers_ms: float
-    python_ms: float
-    outside_operators_share: float
-    host_waits_a_step: dict[str, float]
-    device_busy_ms: NotRequired[float]
-    device_idle_share: NotRequired[float]
+ProfileSummary = dict[str, Any]
+"""A recording in milliseconds per step: see :func:`summary`."""
 
 
 class Profile:
-    """Records ``steps`` steps after a warm-up, then writes the results to ``folder``."""
+    """Records ``steps`` steps after a warm-up, then writes the results to ``folder``. Without steps it does nothing."""
 
     def __init__(self, folder: Path, steps: int, device: torch.device) -> None:
         self.folder = folder
@@ -159,28 +140,25 @@ class Profile:
 
     def step_begins(self) -> None:
         """Call this before the first part of each step."""
-        if self._seen == WARMUP:
-            activities = [ProfilerActivity.CPU, *(_device_activities(self._device))]
-            self._recorder = profile(activities=activities, record_shapes=False)
+        if self.steps and self._seen == WARMUP:
+            self._recorder = profile(activities=[ProfilerActivity.CPU, *_device_activities(self._device)])
             self._recorder.start()
         if self._recorder:
             self._step = record_function(STEP)
             self._step.__enter__()
 
-    def step_ends(self) -> bool:
-        """Call this after the last part of each step. Returns whether the profile is complete and written."""
+    def step_ends(self) -> None:
+        """Call this after the last part of each step. After the last step, the profile is written."""
         self._seen += 1
-        if self._recorder is None:
-            return False
+        recorder = self._recorder
+        if recorder is None:
+            return
         self._step.__exit__(None, None, None)
         if self._seen < WARMUP + self.steps:
-            return False
+            return
+        self._recorder = None
         accelerator.synchronize(self._device)
-        self._recorder.stop()
-        self._write(self._recorder)
-        return True
-
-    def _write(self, recorder: profile) -> None:
+        recorder.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         recorder.export_chrome_trace(str(self.folder / "trace.json"))
         measured = summary(list(recorder.events() or []), self.steps)
@@ -190,20 +168,20 @@ class Profile:
         (self.folder / "table.txt").write_text(f"{describe(measured)}\n\n{table}\n", encoding="utf-8")
 
 
-def open_profile(run: Run, steps_left: int) -> Profile | None:
-    """Return the profile of a run, on its main worker only. None if it is off or the resumed run has no steps left.
+def open_profile(run: Run, steps_left: int) -> Profile:
+    """Return the profile of a run. It records on the main worker only, and not if a resumed run has no steps left.
 
     Raises:
         ConfigError: the run has too few steps.
     """
-    steps = run.config.training.profile
+    steps, device = run.config.training.profile, run.workers.device
     if not steps or not steps_left or run.folder is None:
-        return None
+        return Profile(Path(), 0, device)
     if steps_left < WARMUP + steps:
         message = f"--profile {steps} needs {WARMUP + steps} steps, this run has {steps_left}"
         hint = f"the first {WARMUP} are a warm-up; train for more steps, or record fewer of them"
         raise ConfigError(message, where=run.config.origin("profile"), hint=hint)
-    return Profile(run.folder.profile, steps, run.workers.device) if run.workers.is_main else None
+    return Profile(run.folder.profile, steps if run.workers.is_main else 0, device)
 
 
 def _device_activities(device: torch.device) -> list[ProfilerActivity]:
@@ -214,6 +192,10 @@ def _device_activities(device: torch.device) -> list[ProfilerActivity]:
 
 def summary(events: Sequence[FunctionEvent], steps: int) -> ProfileSummary:
     """Summarize a recording, in milliseconds per step.
+
+    ``operators_ms`` is the time in torch operators, and ``outside_operators_share`` the fraction outside of them.
+    ``host_waits_a_step`` is how often the host waits for the device, by the name of the call. Only on a GPU,
+    ``device_busy_ms`` is the time with a running kernel, and ``device_idle_share`` the fraction without one.
 
     Args:
         events: ``FunctionEvent`` objects of torch: name, time range (µs), device.

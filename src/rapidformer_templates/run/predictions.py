@@ -30,11 +30,7 @@ GREEDY = Generation()
 
 
 def predict_samples(
-    task: Task,
-    model: Any,
-    samples: Sequence[object],
-    batch_size: int = 8,
-    generation: Generation = GREEDY,
+    task: Task, model: Any, samples: Sequence[object], batch_size: int = 8, generation: Generation = GREEDY
 ) -> list[Record]:
     """Predict samples with a model in this process.
 

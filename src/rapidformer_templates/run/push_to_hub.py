@@ -50,19 +50,15 @@ def check_push(config: RunConfig) -> None:
         raise ConfigError("an upload to the hub needs a token that may write", where=FLAG, hint=log_in_hint())
 
 
-def create_repository(config: RunConfig) -> None:
+@cache
+def create_repository(name: str) -> None:
     """Create the repository before the first step if it does not exist, which also shows that the token may write.
+
+    Several checks of a process come here, and only the first one asks the hub.
 
     Raises:
         ConfigError: the token may not write, or the hub cannot be reached.
     """
-    if config.training.push_to_hub is not None:
-        create(config.training.push_to_hub)
-
-
-@cache
-def create(name: str) -> None:
-    """Create a repository. Several checks of a process come here, and only the first one asks the hub."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 

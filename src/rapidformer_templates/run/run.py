@@ -77,6 +77,12 @@ class Position:
         """Completed steps, samples and tokens: the units of an interval."""
         return {"steps": self.step, "samples": self.samples, "tokens": self.tokens}
 
+    def advance(self, exchanged: Mapping[str, float]) -> tuple[int, int]:
+        """Count a step. Returns its samples and tokens, from the result of :meth:`Run.exchange`."""
+        samples, tokens = int(exchanged["samples"]), int(exchanged["tokens"])
+        self.step, self.samples, self.tokens = self.step + 1, self.samples + samples, self.tokens + tokens
+        return samples, tokens
+
     def to_state(self) -> dict[str, object]:
         """Return the values for a checkpoint. ``waited`` is the key of the evaluations since the best one."""
         state = dataclasses.asdict(self)

@@ -18,11 +18,9 @@ from rapidformer_templates.errors import CheckpointError, StorageFailed, counted
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import sample_flags
 from rapidformer_templates.planning.hub import PRETRAINED
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
-from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
-from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
+from rapidformer_templates.run.checkpoint.format import Reader, newest_complete, problem_of, problem_on_all_ranks
 from rapidformer_templates.run.export import ExportedWeights
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import states_of
@@ -89,7 +87,7 @@ class Checkpoints:
             self._saver.start(position.step, run.engine, progress, best, retries=retries)
             return None
         path = checkpoint.save(self._root, position.step, run.engine, progress, run.workers, retries=retries)
-        problem = checkpoint_check.delete_older(path, self._keep, best, run.workers)
+        problem = checkpoint.delete_older(path, self._keep, best, run.workers)
         if problem:
             say(run.workers, problem, loud=True)
         return path
@@ -292,7 +290,7 @@ def checkpoint_to_load(path: Path, workers: Workers) -> Path:
     Raises:
         CheckpointError: the path is neither, or the checkpoint is not complete.
     """
-    if workers.broadcast(is_checkpoint(path)):
+    if workers.broadcast(checkpoint.is_checkpoint(path)):
         problem = problem_on_all_ranks(path, workers)
         if problem:
             raise CheckpointError(f"the checkpoint cannot be used: {problem}", where=str(path))
@@ -317,10 +315,10 @@ def _best_of_this_run(saved: Position, reader: Reader, run: Run) -> Best | None:
         source = f"belongs to {path.parent.parent}: this run looks for its own"
         say(workers, f"the best evaluation so far ({so_far}) {source}")
         return None
-    checkpoint = folder_of(folder.checkpoints, best["step"])
-    problem = workers.broadcast(problem_of(checkpoint, contents=False) if workers.is_main else None)
+    saved_at = checkpoint.folder_of(folder.checkpoints, best["step"])
+    problem = workers.broadcast(problem_of(saved_at, contents=False) if workers.is_main else None)
     if problem:
-        lost = f"the best checkpoint is lost ({checkpoint.name}: {problem})"
+        lost = f"the best checkpoint is lost ({saved_at.name}: {problem})"
         say(workers, f"{lost}: the next evaluation counts as best", loud=True)
         return None
     return best

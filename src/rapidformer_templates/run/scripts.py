@@ -31,7 +31,7 @@ from rapidformer_templates.errors import (
     ReportedError,
     WorkerFailed,
     alike,
-)
+)  # fmt: skip
 from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import private_folder, write_private
@@ -93,6 +93,7 @@ def check_names(template: type) -> None:
     # Subclasses of a template, and mixins that define a hook.
     own_classes = [kind for kind in others if issubclass(kind, base) or any(name in vars(kind) for name in hooks)]
     defined = {name for kind in own_classes for name in vars(kind)}
+    plain_names = {known.replace("_", "").lower(): known for known in (*hooks, "Flags")}
     for kind in own_classes:
         for name, value in vars(kind).items():
             if name == "predict":
@@ -102,24 +103,15 @@ def check_names(template: type) -> None:
             is_method = callable(value) or isinstance(value, staticmethod | classmethod | property)
             if name.startswith("_") or name in library_names or not is_method:
                 continue
-            hook_name = _closest_hook(name, [*hooks, "Flags"], defined)
-            if hook_name:
+            plain = name.replace("_", "").lower()
+            if CALLED_BY_A_LOOP.match(name):
+                near = alike(plain, [known for known in plain_names if known.startswith("on")], cutoff=0.0)
+            else:
+                near = [known for known in alike(plain, plain_names, cutoff=NEAR) if plain_names[known] not in defined]
+            if near:
                 message = f"{kind.__name__}.{name} is not a hook, so nothing would call it"
-                hint = f"did you mean {hook_name}? your own methods may begin with an underscore: _{name}"
+                hint = f"did you mean {plain_names[near[0]]}? your own methods may begin with an underscore: _{name}"
                 raise ConfigError(message, where=_file_and_line(kind, value), hint=hint)
-
-
-def _closest_hook(name: str, hooks: list[str], defined: set[str]) -> str | None:
-    plain = {_plain(known): known for known in hooks}
-    if CALLED_BY_A_LOOP.match(name):
-        return plain[alike(_plain(name), [p for p in plain if p.startswith("on")], cutoff=0.0)[0]]
-    near = alike(_plain(name), plain, cutoff=NEAR)
-    hook_name = plain[near[0]] if near else None
-    return None if hook_name in defined else hook_name
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", "").lower()
 
 
 def _file_and_line(kind: type, value: object) -> str:
@@ -271,7 +263,15 @@ def capture_template(script: str, argv: Sequence[str], inspect: Callable[[Templa
         if end.code:
             raise
     except Exception as error:
-        raise _failure(script, error) from error
+        file, line = Path(script), None
+        if isinstance(error, SyntaxError):
+            file, line = Path(error.filename or script), error.lineno
+        elif frames := [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file]:
+            line = frames[-1].lineno
+        words = str(error).strip().split("\n")[0] or "it gives no reason"
+        message = f"the script fails before it trains: {type(error).__name__}: {words}"
+        hint = f"python {script} … shows the whole stack"
+        raise ConfigError(message, where=f"{file.name}:{line}" if line else file.name, hint=hint) from error
     finally:
         _inspect = None
         sys.argv, sys.path[:] = argv_before, path_before
@@ -282,20 +282,6 @@ def _without_training(script: str) -> ConfigError:
     name = Path(script).name
     message = f"{name} ended without training: nothing in it called main() or fit()"
     return ConfigError(message, where="--user-script", hint=f"the last line of {name} must be YourTemplate.main()")
-
-
-def _failure(script: str, error: Exception) -> ConfigError:
-    """Convert an exception of the script to an error that names the line of the script."""
-    path = Path(script)
-    if isinstance(error, SyntaxError):
-        file, line = Path(error.filename or script), error.lineno
-    else:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-        file, line = path, frames[-1].lineno if frames else None
-    words = str(error).strip().split("\n")[0] or "it gives no reason"
-    message = f"the script fails before it trains: {type(error).__name__}: {words}"
-    hint = f"python {script} … shows the whole stack"
-    return ConfigError(message, where=f"{file.name}:{line}" if line else file.name, hint=hint)
 
 
 CALL = "RAPIDFORMER_CALL"
@@ -390,10 +376,9 @@ def train_in_this_worker(
 
     def train_for_the_call() -> None:
         if template != call["template"]:
-            raise ConfigError(
-                f"a worker reached {template}.fit() while the process that started it was at {call['template']}.fit()",
-                hint="each worker runs the script again, which must take the same path every time",
-            )
+            here = f"a worker reached {template}.fit()"
+            hint = "each worker runs the script again, which must take the same path every time"
+            raise ConfigError(f"{here} while the process that started it was at {call['template']}.fit()", hint=hint)
         values = json.loads(json.dumps(flags))
         override_flags({name: value for name, value in call["flags"].items() if values.get(name) != value})
         summary = train()

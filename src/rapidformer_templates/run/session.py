@@ -118,20 +118,18 @@ def _check_flags(template: Template, schedule: Schedule | None) -> None:
     for name in config.origins:
         if name in of_a_run | ordering and config.get(name) is not None:
             raise _no_effect(name, config)
-    if isinstance(config.training.train_iters, Epochs):
-        raise ConfigError(
-            f"--train-iters {config.training.train_iters} has no number of steps, because this loop has its own data",
-            where=config.origin("train_iters"),
-            hint="give the number of steps that you will make",
-        )
+    steps = config.training.train_iters
+    if isinstance(steps, Epochs):
+        message = f"--train-iters {steps} has no number of steps, because this loop has its own data"
+        hint = "give the number of steps that you will make"
+        raise ConfigError(message, where=config.origin("train_iters"), hint=hint)
     shaping = [name for name in OF_SCHEDULES if name in config.origins and name != "lr"]
-    if shaping and (schedule is not None or config.training.train_iters is None):
-        raise ConfigError(
-            f"{spelling(shaping[0])} has nothing to act on: "
-            + ("you pass your own schedule" if schedule else "a schedule must know its end"),
-            where=config.origin(shaping[0]),
-            hint="leave out one of them" if schedule else "give --train-iters, the number of steps that you will make",
-        )
+    if shaping and (schedule is not None or steps is None):
+        why, hint = "a schedule must know its end", "give --train-iters, the number of steps that you will make"
+        if schedule:
+            why, hint = "you pass your own schedule", "leave out one of them"
+        message = f"{spelling(shaping[0])} has nothing to act on: {why}"
+        raise ConfigError(message, where=config.origin(shaping[0]), hint=hint)
 
 
 def _no_effect(name: str, config: RunConfig) -> ConfigError:
@@ -232,7 +230,6 @@ class Session:
         self._run.watch.enter(STEP, self.steps + 1)
         microbatches, problem = self._as_micro_batches(list(batches), self.plan.sizes.accumulation)
         exchanged = self._exchange(microbatches, problem)
-        samples, tokens = int(exchanged["samples"]), int(exchanged["tokens"])
         first = self._meter.steps == 0
         if first:
             self._check_replicas(microbatches)
@@ -249,10 +246,7 @@ class Session:
             if step is not None and step.result is not None:  # also if the caller's code fails after the update
                 self._receipts.count(microbatches)
                 self._placeholder = batches[-1] if batches else self._placeholder
-                self._run.position.step += 1
-                self._run.position.samples += samples
-                self._run.position.tokens += tokens
-                self._meter.step(samples, tokens)
+                self._meter.step(*self._run.position.advance(exchanged))
                 self._run.watch.enter(OWN_CODE, self.steps)
         if first and step.result is not None:
             self._receipts.check()
@@ -292,10 +286,8 @@ class Session:
         """
         lossy = next(filter(None, self.workers.gather(_lossy_part({} if state is None else state, "state"))), None)
         if lossy:
-            raise CheckpointError(
-                f"a checkpoint does not keep {lossy}", where="session.save(folder, state)",
-                hint="give plain values: names to numbers, strings, lists and dicts of them",
-            )  # fmt: skip
+            hint = "give plain values: names to numbers, strings, lists and dicts of them"
+            raise CheckpointError(f"a checkpoint does not keep {lossy}", where="session.save(folder, state)", hint=hint)
         self._raise_pending_errors()
         root = RunFolder(folder).checkpoints
         with self._meter.paused():
@@ -319,12 +311,12 @@ class Session:
             CheckpointError: there is none, or it does not fit the model or the optimizer.
         """
         reader = checkpoint.Reader(checkpoint_to_load(Path(folder), self.workers))
-        check_base(reader, self._run.position.base)
-        check_settings(reader, self._run.position.settings)
+        position, state = self._run.position, reader.state
+        check_base(reader, position.base)
+        check_settings(reader, position.settings)
         restore_engine(reader, self._run.engine, self._run.config, self.workers)
-        self._run.position.step = int(reader.state["step"])
-        self._run.position.samples, self._run.position.tokens = reader.state["samples"], reader.state["tokens"]
-        return dict(reader.state.get("own", {}))
+        position.step, position.samples, position.tokens = int(state["step"]), state["samples"], state["tokens"]
+        return dict(state.get("own", {}))
 
     def export(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that ``from_pretrained`` of transformers can load."""

@@ -172,12 +172,9 @@ def explain_parts(plan: Plan) -> Iterator[None]:
     except (RuntimeError, AttributeError) as error:
         if not plan.builds_in_shares or not OF_PARTS.search(str(error)):
             raise
-        raise RapidformerError(
-            "a parameter is used outside of the forward of its module, where a worker has only its part "
-            f"({str(error).partition(chr(10))[0]})",
-            where="compute_loss(model, batch)",
-            hint=WHOLE_WEIGHTS,
-        ) from error
+        message = "a parameter is used outside of the forward of its module, where a worker has only its part"
+        message += f" ({str(error).partition(chr(10))[0]})"
+        raise RapidformerError(message, where="compute_loss(model, batch)", hint=WHOLE_WEIGHTS) from error
 
 
 MAY_HELP = "a lower --lr, --clip-grad or bf16 instead of fp16 may help"
@@ -224,11 +221,9 @@ def locate_device_errors(step: Callable[[], int], hint: str = "") -> Iterator[No
         if is_out_of_memory(error):
             raise
         message = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DeviceFailed(
-            f"after step {step()} the device failed: {message}",
-            where=f"raised in {_line_of(error)}; devices report errors late, so it may be from an earlier step",
-            hint="; ".join(filter(None, ["with --device cpu a wrong operation fails at its own line", hint])),
-        ) from error
+        where = f"raised in {_line_of(error)}; devices report errors late, so it may be from an earlier step"
+        hint = "; ".join(filter(None, ["with --device cpu a wrong operation fails at its own line", hint]))
+        raise DeviceFailed(f"after step {step()} the device failed: {message}", where=where, hint=hint) from error
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import struct
 import uuid
 import warnings
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import environ
 from pathlib import Path
@@ -98,11 +97,9 @@ def _tracker(name: str, /, *arguments: object, **keywords: object) -> GeneralTra
     return LOGGER_TYPE_TO_CLASS[name](*arguments, **keywords)
 
 
-def _logged_steps(entries: Iterable[tuple[str, int]]) -> IsLogged:
-    steps: dict[str, set[int]] = defaultdict(set)
-    for name, step in entries:
-        steps[name].add(step)
-    return lambda name, step: step in steps[name]
+def _is_among(entries: Iterable[tuple[str, int]]) -> IsLogged:
+    logged = set(entries)
+    return lambda name, step: (name, step) in logged
 
 
 class TensorBoard(Tracker):
@@ -126,7 +123,7 @@ class TensorBoard(Tracker):
         logged = [(tag, event.step) for tag in tags["scalars"] for event in events.Scalars(tag)]
         for tag in tags["tensors"]:
             logged += [(tag.removesuffix("/text_summary"), event.step) for event in events.Tensors(tag)]
-        return _logged_steps(logged)
+        return _is_among(logged)
 
     @property
     def where(self) -> str:
@@ -154,7 +151,7 @@ class WandB(Tracker):
             return lambda name, step: step < newest
         files = sorted((self.folder / "wandb").glob(f"*run-*-{self.identity['id']}/*.wandb"))
         entries = (row for path in files for row in rows(path))
-        return _logged_steps((name, row["_step"]) for row in entries if "_step" in row for name in row)
+        return _is_among((name, row["_step"]) for row in entries if "_step" in row for name in row)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.tracker.log(dict(values), step=step, commit=True)  # otherwise it would wait for the next step
@@ -195,7 +192,7 @@ class MLflow(Tracker):
 
         client, run = mlflow.MlflowClient(), self.identity["id"]
         history = {name: client.get_metric_history(run, name) for name in client.get_run(run).data.metrics}
-        is_logged = _logged_steps((name, metric.step) for name, metrics in history.items() for metric in metrics)
+        is_logged = _is_among((name, metric.step) for name, metrics in history.items() for metric in metrics)
         return lambda name, step: is_logged(_allowed(name), step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -237,7 +234,7 @@ class Trackio(Tracker):
         from trackio.sqlite_storage import SQLiteStorage
 
         logs = SQLiteStorage.get_logs(self.identity["project"], self.identity["id"])
-        return _logged_steps((name, row["step"]) for row in logs for name in row)
+        return _is_among((name, row["step"]) for row in logs for name in row)
 
     @property
     def where(self) -> str:

@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 from rapidformer_templates.engines.boxes import Index
 from rapidformer_templates.engines.shards import Shard, whole_shard
 from rapidformer_templates.errors import CheckpointError
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
@@ -235,8 +234,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damage_is_a_problem(damage: str, tmp_path: Path, says: Says) -> None:
     path = saved(tmp_path)
     DAMAGES[damage](path)
-    says.text(str(checkpoint_check.problem_of(path)).partition(" while decoding")[0])
-    assert checkpoint_check.problem_on_all_ranks(path, alone()) == checkpoint_check.problem_of(path)
+    says.text(str(checkpoint.problem_of(path)).partition(" while decoding")[0])
+    assert checkpoint.problem_on_all_ranks(path, alone()) == checkpoint.problem_of(path)
 
 
 def test_an_index_that_points_out_of_the_folder_is_refused(tmp_path: Path, says: Says) -> None:
@@ -256,10 +255,10 @@ def test_older_ones_go_only_when_the_newest_is_whole(tmp_path: Path, says: Says)
     for step in (9, 1, 2, 3, 4):
         saved(tmp_path, step)
     (tmp_path / "step-4" / "index.json").write_text("{}")
-    says.text(str(checkpoint_check.delete_older(tmp_path / "step-4", 1, None, alone())))
+    says.text(str(checkpoint.delete_older(tmp_path / "step-4", 1, None, alone())))
     assert steps() == ["step-9", "step-4", "step-3", "step-2", "step-1"]
     saved(tmp_path, 5)
-    assert checkpoint_check.delete_older(tmp_path / "step-5", 2, protected=1, workers=alone()) is None
+    assert checkpoint.delete_older(tmp_path / "step-5", 2, protected=1, workers=alone()) is None
     assert steps() == ["step-9", "step-5", "step-4", "step-1"]
 
 
@@ -271,17 +270,13 @@ def test_an_old_one_that_cannot_be_deleted(
     saved(tmp_path, 1)
     gone = shutil.rmtree
     refuse = mock.Mock(side_effect=lambda path, ignore_errors=False: None if ignore_errors else gone("/nowhere"))
-    with mock.patch.object(checkpoint_check.shutil, "rmtree", refuse):
+    with mock.patch.object(checkpoint.shutil, "rmtree", refuse):
         if background:
             saver = AsyncSaver(tmp_path, alone(), keep=1)
             saver.start(2, Shelf([]), {}, None)
             assert saver.wait() == tmp_path / "step-2"
             saver.close()
-        told = (
-            capsys.readouterr().err
-            if background
-            else checkpoint_check.delete_older(saved(tmp_path, 2), 1, None, alone())
-        )
+        told = capsys.readouterr().err if background else checkpoint.delete_older(saved(tmp_path, 2), 1, None, alone())
     assert "step-1 could not be deleted: a folder does not exist" in str(told)
     assert [path.name for path in checkpoint.candidates(tmp_path)] == ["step-2"]
     saved(tmp_path, 3)
@@ -290,10 +285,10 @@ def test_an_old_one_that_cannot_be_deleted(
 
 @pytest.mark.parametrize("world", [2, 7])
 def test_each_file_is_read_by_one_rank(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real = saved(tmp_path), checkpoint_check.crc32
+    path, real = saved(tmp_path), checkpoint.crc32
     read: list[str] = []
-    monkeypatch.setattr(checkpoint_check, "crc32", lambda file: read.append(file.name) or real(file))
-    assert [checkpoint_check.problem_of(path, rank, world) for rank in range(world)] == [None] * world
+    monkeypatch.setattr(checkpoint, "crc32", lambda file: read.append(file.name) or real(file))
+    assert [checkpoint.problem_of(path, rank, world) for rank in range(world)] == [None] * world
     assert sorted(read) == sorted(file.name for file in path.iterdir() if file.name != "manifest.json")
     checkpoint.Reader(path).read("weights", "w", (0,), (6,))
     assert len(read) == len(set(read)), "a reader reads what it was asked for alone"
@@ -323,11 +318,11 @@ def test_a_death_at_any_moment_of_a_save(again: bool, tmp_path: Path, monkeypatc
         (start / "step-3" / "state.json").unlink()
 
     def save(root: Path) -> None:
-        checkpoint_check.delete_older(saved(root, step), 1, None, alone())
+        checkpoint.delete_older(saved(root, step), 1, None, alone())
 
     seen = set()
     for root in each_crash(lambda number: Path(shutil.copytree(start, tmp_path / str(number))), save):
-        found, passed_over = checkpoint_check.newest_complete(root, alone())
+        found, passed_over = checkpoint.newest_complete(root, alone())
         assert found in (root / "step-2", root / "step-3")
         assert passed_over in ([], ["step-3: state.json is missing"])
         latest = root / (root / "latest").read_text().strip()

@@ -21,8 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Trainer
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.run.checkpoint.check import newest_complete
-from rapidformer_templates.run.checkpoint.format import Reader, step_of
+from rapidformer_templates.run.checkpoint.format import Reader, newest_complete, step_of
 from rapidformer_templates.run.folder import RunFolder, read_metrics
 from rapidformer_templates.system import files
 from rapidformer_templates.system.workers import Workers

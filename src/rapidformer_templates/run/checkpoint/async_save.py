@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.checkpoint.format import Attempt, ShardSource, TensorFile, Written, for_each_file
 from rapidformer_templates.run.checkpoint.tensor_file import Copy
@@ -74,7 +74,7 @@ class AsyncSaver:
 
         Args:
             step, engine, progress, retries: see :func:`checkpoint.save`.
-            protected: see :func:`checkpoint_check.delete_older`.
+            protected: see :func:`checkpoint.delete_older`.
 
         Raises:
             CheckpointError: there is not enough memory for the copy, or no folder. Earlier checkpoints are unchanged.
@@ -116,16 +116,16 @@ class AsyncSaver:
             return written
 
         by_rank = workers.gather_on_main((yield write))
-        yield (lambda: attempt.finish(by_rank)) if main else _no_parts
-        doomed = checkpoint_check.surplus(attempt.final, self._keep, protected, workers)
+        yield (lambda: attempt.finish(by_rank)) if main else lambda: None
+        doomed = checkpoint.surplus(attempt.final, self._keep, protected, workers)
         if not doomed:
             return None
-        check = partial(checkpoint_check.problem_of, attempt.final, workers.rank, workers.world)
+        check = partial(checkpoint.problem_of, attempt.final, workers.rank, workers.world)
         problems = workers.gather((yield check))
         problem = next((p for p in problems if p), None)
         if problem:
-            return checkpoint_check.not_deleted_message(attempt.final, problem)
-        problem = yield (lambda: checkpoint_check.delete(doomed)) if main else _no_parts
+            return checkpoint.not_deleted_message(attempt.final, problem)
+        problem = yield (lambda: checkpoint.delete(doomed)) if main else lambda: None
         return problem
 
     def proceed(self) -> Path | None:
@@ -176,11 +176,11 @@ class AsyncSaver:
 
     def _run_parts(self, attempt: Attempt) -> str | None:
         """Run all parts on a single worker, which exchanges nothing."""
-        assert self._parts is not None
-        parts, result = self._parts, None
+        assert self._parts
+        result = None
         while True:
             try:
-                part = parts.send(result)
+                part = self._parts.send(result)
             except StopIteration as end:
                 problem: str | None = end.value
                 return problem
@@ -202,7 +202,3 @@ class AsyncSaver:
             return part()
 
         return run
-
-
-def _no_parts() -> None:
-    """The part of ranks other than 0 if only rank 0 has work."""

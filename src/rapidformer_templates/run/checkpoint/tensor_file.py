@@ -32,25 +32,12 @@ IN_FLIGHT = 3  # number of blocks that are written concurrently
 COPY = 8 << 20  # bytes that a thread copies at a time
 COPY_THREADS = 4  # number of threads: more do not make memory faster
 NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}
+    torch.bool: "BOOL", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
 """Names of the types in the format."""
 
 
@@ -61,8 +48,8 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
         OSError: it cannot be written.
         ValueError: the format does not support a type.
     """
-    header, by_itemsize, size = _header_and_tensors(tensors, metadata)
-    return _write_blocks(path, size, _blocks(header, by_itemsize))
+    sources, size = _sources(tensors, metadata)
+    return _write_blocks(path, size, _blocks(sources))
 
 
 @dataclass(frozen=True)
@@ -93,9 +80,9 @@ def copy_to_memory(
         OSError, MemoryError: there is not enough memory.
         ValueError: the format does not support a type.
     """
-    header, by_itemsize, size = _header_and_tensors(tensors, metadata)
+    sources, size = _sources(tensors, metadata)
     if memory is None or len(memory) < size:
-        memory = host_memory(size, pinned=any(accelerator.is_asynchronous(tensor.device) for tensor in by_itemsize))
+        memory = host_memory(size, pinned=any(accelerator.is_asynchronous(source.device) for source in sources))
 
     def copy_batch(batch: Batch) -> None:
         for target, source in batch:
@@ -103,7 +90,7 @@ def copy_to_memory(
 
     # Not torch's threads: they wait for each other after each tensor, for a long time if other jobs use the cores.
     with ThreadPoolExecutor(min(torch.get_num_threads(), COPY_THREADS)) as pool:
-        deque(pool.map(copy_batch, _batches(memory, [_tensor_of(header), *map(_bytes_of, by_itemsize)])), maxlen=0)
+        deque(pool.map(copy_batch, _batches(memory, sources)), maxlen=0)
     return Copy(memory, size)
 
 
@@ -142,10 +129,8 @@ def write_copy(path: Path, copy: Copy) -> Seal:
     return _write_blocks(path, copy.size, blocks)
 
 
-def _header_and_tensors(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
-) -> tuple[bytes, list[torch.Tensor], int]:
-    """Return (length and header, the tensors in the order of the file, size of the file in bytes)."""
+def _sources(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[list[torch.Tensor], int]:
+    """Return (the bytes of the header and of each tensor in the order of the file, size of the file in bytes)."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     by_itemsize = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     end = 0
@@ -156,16 +141,9 @@ def _header_and_tensors(
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    start = len(text).to_bytes(8, "little") + text
-    return start, [tensor for _, tensor in by_itemsize], len(start) + end
-
-
-def _tensor_of(header: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(header), dtype=torch.uint8)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    start = bytearray(len(text).to_bytes(8, "little") + text)
+    octets = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for _, tensor in by_itemsize]
+    return [torch.frombuffer(start, dtype=torch.uint8), *octets], len(start) + end
 
 
 def host_memory(size: int, *, pinned: bool) -> torch.Tensor:
@@ -182,11 +160,11 @@ def host_memory(size: int, *, pinned: bool) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _blocks(header: bytes, by_itemsize: list[torch.Tensor]) -> Iterator[memoryview]:
+def _blocks(sources: list[torch.Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of the file in full blocks. A block stays valid until IN_FLIGHT more were requested."""
     memory = [host_memory(BLOCK, pinned=False) for _ in range(IN_FLIGHT)]
     number, filled = 0, 0
-    for source in (_tensor_of(header), *map(_bytes_of, by_itemsize)):
+    for source in sources:
         fill_level = 0
         while fill_level < len(source):
             count = min(len(source) - fill_level, BLOCK - filled)
