@@ -28,26 +28,6 @@ def rows_at_once(rows: int, vocabulary: int, device: str) -> int:
     return max(1, min(CHUNK_BYTES["cpu" if device == "cpu" else "accelerator"] // (4 * vocabulary), -(-rows // 4)))
 
 
-def saved_bytes(rows: int, vocabulary: int, *, half: bool, device: str = "accelerator") -> int:
-    """Return the bytes by which fusing the loss lowers the peak.
-
-    Without fusing, the loss keeps the log probability and its gradient in fp32 for each row and word. In half
-    precision, it also keeps the logits or their gradient. That makes 8 or 10 bytes. With fusing, only a chunk of
-    rows needs these numbers.
-
-    Args:
-        rows: tokens of a micro batch.
-        vocabulary: words that the head scores.
-        half: whether products are computed in 16 bits.
-        device: ``cpu``, or torch's name of the accelerator.
-    """
-    return max(0, (rows - rows_at_once(rows, vocabulary, device)) * vocabulary * (10 if half else 8))
-
-
-Function = Callable[[torch.Tensor], torch.Tensor]
-Slope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 @dataclass(frozen=True)
 class Pointwise:
     """A function of single logits.
@@ -59,8 +39,8 @@ class Pointwise:
         constant: what it adds for each word, if that is what it does, of shape (1, vocabulary).
     """
 
-    values: Function
-    slope: Slope
+    values: Callable[[torch.Tensor], torch.Tensor]
+    slope: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     dtype: torch.dtype | None = None
     constant: torch.Tensor | None = None
 
@@ -97,16 +77,6 @@ class LossRecipe:
     pointwise: tuple[Pointwise, ...] = ()
     ignored: int = -100
     smoothing: float = 0.0
-
-    def of_words(self, begin: int, end: int) -> LossRecipe:
-        """Return the recipe for some words, with the constants of these words."""
-        steps = (s if s.constant is None else shift(s.constant[:, begin:end]) for s in self.pointwise)
-        return replace(self, pointwise=tuple(steps))
-
-    def kind(self, product: torch.dtype) -> torch.dtype:
-        """Return the type of the logits, given the type of the product."""
-        casts = [step.dtype for step in self.pointwise if step.dtype is not None]
-        return casts[-1] if casts else product
 
     def loss_and_slope(
         self, logits: torch.Tensor, target: torch.Tensor, words: VocabularyShard
@@ -147,7 +117,9 @@ def linear_cross_entropy(
         A scalar, in the type in which the loss would be computed from whole logits.
     """
     words = words or VocabularyShard(len(weight))
-    recipe = recipe.of_words(words.begin, words.begin + len(weight))
+    own = slice(words.begin, words.begin + len(weight))
+    steps = (step if step.constant is None else shift(step.constant[:, own]) for step in recipe.pointwise)
+    recipe = replace(recipe, pointwise=tuple(steps))
     return _LinearCrossEntropy.apply(hidden, weight, bias, target, recipe, words)
 
 
@@ -180,7 +152,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 losses.append(loss)
                 sums.add(slope.to(compute), rows, part, weight)
         ctx.save_for_backward(*sums.finished())
-        return torch.stack(losses).sum().to(torch.float32 if autocast else recipe.kind(compute))
+        of_logits = [compute, *(step.dtype for step in recipe.pointwise if step.dtype is not None)][-1]
+        return torch.stack(losses).sum().to(torch.float32 if autocast else of_logits)
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

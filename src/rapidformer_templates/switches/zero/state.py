@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -78,7 +78,12 @@ class ZeroState(ABC):
         self.names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
         self.fragments: list[list[Fragment]] = []
 
-    # Methods that differ between the stages.
+    # What differs between the stages.
+
+    @property
+    @abstractmethod
+    def masters(self) -> list[torch.Tensor]:
+        """The flat partitions. Those on a disk are empty."""
 
     @abstractmethod
     def partition(self, index: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
@@ -100,10 +105,9 @@ class ZeroState(ABC):
     def _gather_trained(self, parameter: Any) -> torch.Tensor:
         """Gather a trained parameter in fp32. This is a collective operation."""
 
-    @contextmanager
-    def _gather_unpartitioned(self, tensor: torch.Tensor, *, write: bool = False) -> Iterator[torch.Tensor]:
+    def _gather_unpartitioned(self, tensor: Any, *, write: bool = False) -> AbstractContextManager[torch.Tensor]:
         """Gather a tensor that is in no partition: a frozen parameter or a buffer."""
-        yield tensor
+        return nullcontext(tensor)
 
     @abstractmethod
     def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
@@ -124,25 +128,20 @@ class ZeroState(ABC):
     def drop_gradients(self) -> None:
         """Forget the gradients of backwards without an update, as DeepSpeed does if they overflow."""
 
-    @abstractmethod
-    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors that this rank holds: see :meth:`Engine.local_tensors`."""
-
     # Methods that all stages share.
 
-    def _state_tensors(self) -> list[torch.Tensor]:
-        entries = self.optimizer.optimizer.state.values()
-        return [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
-
-    def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of the model and of the masters, and the gradients reduced to this rank's share."""
-        shares = [part for part in self.optimizer.averaged_gradients.values() if part is not None]
-        of_model = [t for p in self.model.parameters() for t in (p.grad, getattr(p, "grad_accum", None))]
-        return [t for t in [*tree_leaves(shares), *of_model] if isinstance(t, torch.Tensor)]
-
-    def _buckets(self) -> list[torch.Tensor]:
-        buffers = [bucket.buffer for bucket in self.optimizer.ipg_buckets.values()]
-        return [t for t in tree_leaves(buffers) if isinstance(t, torch.Tensor)]
+    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors that this rank holds: see :meth:`Engine.local_tensors`."""
+        optimizer, parameters, masters = self.optimizer, list(self.model.parameters()), list(self.masters)
+        of_model = [(p.grad, getattr(p, "grad_accum", None)) for p in parameters]
+        reduced = [*optimizer.averaged_gradients.values(), getattr(optimizer, "grad_partitions_flat_buffer", None)]
+        found = {
+            "parameters": [*parameters, [vars(p).get("ds_tensor") for p in parameters]],
+            "gradients": [of_model, reduced, [master.grad for master in masters]],
+            "optimizer": [*masters, [list(entry.values()) for entry in optimizer.optimizer.state.values()]],
+            "buckets": [bucket.buffer for bucket in optimizer.ipg_buckets.values()],
+        }
+        return {kind: [t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for kind, each in found.items()}
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
         """Yield this rank's part of all ``weights``, of the ``optimizer`` state or of the ``gradients``."""
@@ -154,7 +153,7 @@ class ZeroState(ABC):
             return
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=False) as flat:
-                state = self._optimizer_state(flat)
+                state = dict(self.optimizer.optimizer.state.get(flat, {}))
                 state |= states.group_entries(self.optimizer.optimizer, self._group(index), state)
                 for fragment in fragments:
                     if kind == "weights":
@@ -176,9 +175,6 @@ class ZeroState(ABC):
                 exact = key.startswith(states.PREFIX)
                 count = torch.as_tensor(value).to(None if exact else torch.float32, copy=True)
                 yield whole_shard(f"{fragment.name}/{key}", count)
-
-    def _optimizer_state(self, flat: torch.Tensor) -> dict[str, Any]:
-        return dict(self.optimizer.optimizer.state.get(flat, {}))
 
     def _unpartitioned_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the frozen parameters and persistent buffers."""
@@ -222,7 +218,7 @@ class ZeroState(ABC):
 
     def _read_state(self, flat: torch.Tensor, fragments: list[Fragment], reader: StateReader) -> dict[str, Any]:
         """Read the optimizer state of a flat partition. Existing tensors are overwritten in place."""
-        saved, state = reader.names("optimizer"), self._optimizer_state(flat)
+        saved, state = reader.names("optimizer"), dict(self.optimizer.optimizer.state.get(flat, {}))
         names, weights = {f.name for f in fragments}, reader.names("weights")
         parts = {entry: entry.rpartition("/") for entry in saved}
         keys = {key for name, _, key in parts.values() if name in names}
@@ -250,12 +246,8 @@ class ZeroState(ABC):
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole weight) on the host of rank 0. Other ranks only take part in the gathering."""
         for name, tensor in named_tensors(self.assembly).items():
-            if tensor.requires_grad:
-                whole = self._gather_trained(tensor)
-                if self.workers.is_main:
-                    yield name, whole.detach().cpu()
-                continue
-            with self._gather_unpartitioned(tensor) as whole:
+            trained = tensor.requires_grad
+            with nullcontext(self._gather_trained(tensor)) if trained else self._gather_unpartitioned(tensor) as whole:
                 if self.workers.is_main:
                     yield name, whole.detach().cpu()
 
@@ -272,9 +264,12 @@ class FlatGroups(ZeroState):
                 [Fragment(self.names[id(p)], tuple(p.shape), at.start, at.numel, offset) for p, at, offset in parts]
             )
 
-    @contextmanager
-    def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
-        yield self.optimizer.single_partition_of_fp32_groups[index]
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        return self.optimizer.single_partition_of_fp32_groups
+
+    def partition(self, index: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
+        return nullcontext(self.masters[index])
 
     def _group(self, index: int) -> int:
         return index
@@ -282,7 +277,7 @@ class FlatGroups(ZeroState):
     def _gradients_of(self, index: int) -> Mapping[str, torch.Tensor]:
         if self.optimizer.cpu_offload:
             accelerator.synchronize(self.workers.device)  # the copies to the host may still run
-            flat = self.optimizer.single_partition_of_fp32_groups[index].grad
+            flat = self.masters[index].grad
             return {fragment.name: fragment.of(flat) for fragment in self.fragments[index]}
         # Put end to end, these tensors and their padding have the layout of the flat partition.
         gradients = self.optimizer.averaged_gradients[index]
@@ -319,15 +314,6 @@ class FlatGroups(ZeroState):
 
         return send
 
-    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
-        masters = self.optimizer.single_partition_of_fp32_groups
-        return {
-            "parameters": list(self.model.parameters()),
-            "gradients": [*self._gradients(), *(m.grad for m in masters if m.grad is not None)],
-            "optimizer": [*masters, *self._state_tensors()],
-            "buckets": self._buckets(),
-        }
-
     def _gather_trained(self, parameter: Any) -> torch.Tensor:
         return parameter.get_full_hp_param()
 
@@ -350,6 +336,10 @@ class PartitionedParameters(ZeroState):
                 offset += size
             self.fragments.append(fragments)
 
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        return self.optimizer.fp32_partitioned_groups_flat
+
     @contextmanager
     def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
         optimizer = self.optimizer
@@ -357,7 +347,7 @@ class PartitionedParameters(ZeroState):
         if on_disk:
             optimizer._optimizer_states_and_gradient_swap_in(index)
         try:
-            yield optimizer.fp32_partitioned_groups_flat[index]
+            yield self.masters[index]
             if write:
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
         finally:
@@ -393,17 +383,6 @@ class PartitionedParameters(ZeroState):
             return
         for shard in super().shards(kind):  # the next partition from the disk reuses this memory
             yield replace(shard, values=shard.values.clone())
-
-    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
-        masters = self.optimizer.fp32_partitioned_groups_flat
-        shares = [p.__dict__["ds_tensor"] for p in self.model.parameters()]
-        return {
-            "parameters": [*self.model.parameters(), *shares],
-            "gradients": [*self._gradients(), self.optimizer.grad_partitions_flat_buffer]
-            + [m.grad for m in masters if m.grad is not None],
-            "optimizer": [*masters, *self._state_tensors()],
-            "buckets": self._buckets(),
-        }
 
     def _copy_to_model(self) -> None:
         kept_whole = self.optimizer.persistent_parameters
