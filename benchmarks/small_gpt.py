@@ -28,7 +28,7 @@ from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.switches.fp8.declaration import ADA
-from rapidformer_templates.switches.fused_loss.linear_cross_entropy import rows_at_once
+from rapidformer_templates.switches.fused_loss.transform import rows_at_once
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -289,8 +289,8 @@ def fused_loss(options: argparse.Namespace) -> Answer:
     ]
     device, tokens = contenders[PLAIN].session.plan.device, ROWS * LENGTH
     # Without fusing, the loss keeps two fp32 numbers for each row and word, and a 16-bit one in half precision.
-    rows = tokens - rows_at_once(tokens, options.vocabulary, device)
-    predicted = max(0, rows * options.vocabulary * (10 if options.bf16 else 8)) / 1e6
+    freed = tokens - rows_at_once(tokens, options.vocabulary, device)
+    predicted = max(0, freed * options.vocabulary * (10 if options.bf16 else 8)) / 1e6
     columns: Columns = {
         "loss": "{name}",
         "peak of tensors, MB": "{peak_mb:,.0f}",

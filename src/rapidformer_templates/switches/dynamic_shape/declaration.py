@@ -62,11 +62,6 @@ class DynamicShapeFlags:
         """Highest number of distinct shapes. 0 means no limit."""
         return MAX_SHAPES if self.max_shapes is None else self.max_shapes
 
-    @property
-    def length_multiple(self) -> int:
-        """Number that padded lengths are multiples of."""
-        return self.shape_multiple or MULTIPLE
-
 
 def _notes(request: Request) -> Sequence[str]:
     config, sizes = request.config, request.sizes
@@ -74,7 +69,7 @@ def _notes(request: Request) -> Sequence[str]:
     budget: int | None = options.tokens_per_batch or (length and length * sizes.micro_batch)
     tokens = f"{budget:,} tokens" if budget else f"{sizes.micro_batch} × the sequence length"
     count = f"at most {options.shape_limit} shapes" if options.shape_limit else "any number of shapes"
-    multiples = f"lengths in multiples of {options.length_multiple}"
+    multiples = f"lengths in multiples of {options.shape_multiple or MULTIPLE}"
     return (f"dynamic-shape: micro batches of up to {tokens}, {count}, {multiples}",)
 
 

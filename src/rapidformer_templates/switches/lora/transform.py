@@ -31,7 +31,7 @@ from rapidformer_templates.models.blocks import AbsentModule, SkippedBlock, byte
 from rapidformer_templates.models.blocks import is_quantized as holds_codes
 from rapidformer_templates.switches.lora import layers as adapted
 from rapidformer_templates.switches.lora.declaration import LoraFlags
-from rapidformer_templates.switches.lora.exported import ADAPTER, AdapterSettings
+from rapidformer_templates.switches.lora.exported import ADAPTER
 from rapidformer_templates.system.workers import Workers
 
 ALL_LINEAR = "all-linear"
@@ -89,7 +89,7 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
     described.revision = str(revision["value"]) if revision else None
     # peft sets this while it adds adapters to a Conv1D.
     described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
-    assembly.record(AdapterSettings(peft_loadable_config(described, model, of_all)))
+    assembly.record(peft_loadable_config(described, model, of_all))
 
 
 def refuse_to_save(*_: object, **__: object) -> NoReturn:
@@ -336,16 +336,15 @@ def _quantize(model: nn.Module, coding: str, kind: torch.dtype, *, has_values: b
     together with the adapter's product.
     """
     for _, layer in adapted_layers(model):
-        base = layer.get_base_layer()
-        if isinstance(layer, adapted.StackAdapter) and coding == "half":
-            layer.get_param().data = layer.get_param().data.to(kind)
-        elif isinstance(layer, adapted.StackAdapter):
-            adapted.quantize_stack(base, layer.parameter_name, coding, has_values=has_values)
-        elif coding == "half" and not isinstance(layer, adapted.MatrixAdapter):
-            for parameter in base.parameters():
+        base, is_stack = layer.get_base_layer(), isinstance(layer, adapted.StackAdapter)
+        if isinstance(layer, adapted.MatrixAdapter):
+            continue
+        if coding == "half":
+            for parameter in [layer.get_param()] if is_stack else base.parameters():
                 parameter.data = parameter.data.to(kind)
-        elif not isinstance(layer, adapted.MatrixAdapter):
-            assert isinstance(base, LINEAR)
+        elif is_stack:
+            adapted.quantize_stack(base, layer.parameter_name, coding, has_values=has_values)
+        else:
             layer.base_layer = adapted.QuantizedLinear(base, coding, has_values=has_values)
 
 

@@ -249,7 +249,11 @@ class Offloader:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
         """Return the object that autograd holds for a tensor: the tensor itself, or a handle to restore it."""
         call = self._running
-        if call is None or not self._is_offloadable(tensor):
+        is_plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        is_here = tensor.device.type == self._device.type and not is_traceable_wrapper_subclass(tensor)
+        if call is None or not (is_plain and is_here) or tensor.untyped_storage().nbytes() < MIN_BYTES:
+            return tensor
+        if _is_weight(tensor) or _storage_key(tensor) in self._on_device:
             return tensor
         key = _storage_key(tensor), tensor.dtype
         # This block or the one before it may have kept the storage already. It is used if it is still on the device.
@@ -260,13 +264,6 @@ class Offloader:
             storage = SavedStorage(tensor, call.block, self.counts)
         call.storages[key] = weakref.ref(storage)
         return SavedTensor(call, storage, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    def _is_offloadable(self, tensor: torch.Tensor) -> bool:
-        is_plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-        if tensor.device.type != self._device.type or is_traceable_wrapper_subclass(tensor) or not is_plain:
-            return False
-        is_large = tensor.untyped_storage().nbytes() >= MIN_BYTES
-        return is_large and not _is_weight(tensor) and _storage_key(tensor) not in self._on_device
 
     @torch.no_grad()
     def unpack(self, saved: torch.Tensor | SavedTensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ class ZeroState(ABC):
 
     @property
     @abstractmethod
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> list[Any]:
         """The flat partitions. Those on a disk are empty."""
 
     @abstractmethod
@@ -265,7 +265,7 @@ class FlatGroups(ZeroState):
             )
 
     @property
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> list[Any]:
         return self.optimizer.single_partition_of_fp32_groups
 
     def partition(self, index: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
@@ -337,7 +337,7 @@ class PartitionedParameters(ZeroState):
             self.fragments.append(fragments)
 
     @property
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> list[Any]:
         return self.optimizer.fp32_partitioned_groups_flat
 
     @contextmanager
