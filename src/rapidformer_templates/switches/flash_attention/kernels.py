@@ -277,10 +277,8 @@ def attention(
         ModelError: the kernel cannot compute this.
     """
     if attention_mask is not None and attention_mask.ndim == 1:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        package = kernel == "flash_attn"
-        output = packed_attention(query, key, value, attention_mask, scale=scale, dropout=dropout, package=package)
-        return output, None
+        more = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "dropout": dropout}
+        return packed_attention(query, key, value, attention_mask, **more, package=kernel == "flash_attn"), None
     position_bias = others.get("position_bias")
     # The package supports no mask, only 16 bits, and as many queries as keys (not so in generation).
     fits = value.dtype in (torch.float16, torch.bfloat16) and query.shape[2] == key.shape[2]

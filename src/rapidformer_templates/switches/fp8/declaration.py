@@ -64,7 +64,7 @@ class Fp8Flags:
 
 RULES = RuleList()
 TORCHAO = {"torchao": "0.18"}
-_rule = partial(RULES.add)
+_rule = partial(RULES.add, packages=TORCHAO)
 ROUNDED = "--fp8-recipe rowwise --fp8-emulate --mixed-precision bf16"
 """An example without an fp8 unit that breaks no rule."""
 
