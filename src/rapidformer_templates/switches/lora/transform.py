@@ -336,15 +336,18 @@ def _quantize(model: nn.Module, coding: str, kind: torch.dtype, *, has_values: b
     together with the adapter's product.
     """
     for _, layer in adapted_layers(model):
-        base, is_stack = layer.get_base_layer(), isinstance(layer, adapted.StackAdapter)
+        base = layer.get_base_layer()
         if isinstance(layer, adapted.MatrixAdapter):
             continue
-        if coding == "half":
-            for parameter in [layer.get_param()] if is_stack else base.parameters():
-                parameter.data = parameter.data.to(kind)
-        elif is_stack:
+        if isinstance(layer, adapted.StackAdapter) and coding == "half":
+            layer.get_param().data = layer.get_param().data.to(kind)
+        elif isinstance(layer, adapted.StackAdapter):
             adapted.quantize_stack(base, layer.parameter_name, coding, has_values=has_values)
+        elif coding == "half":
+            for parameter in base.parameters():
+                parameter.data = parameter.data.to(kind)
         else:
+            assert isinstance(base, LINEAR)
             layer.base_layer = adapted.QuantizedLinear(base, coding, has_values=has_values)
 
 

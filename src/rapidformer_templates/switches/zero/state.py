@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -69,7 +69,10 @@ class ZeroState(ABC):
 
     Attributes:
         fragments: the fragments of each flat partition, in its order.
+        hook: DeepSpeed's method that reduces a gradient.
     """
+
+    hook: ClassVar[str]
 
     def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
         self.optimizer = optimizer
@@ -110,12 +113,8 @@ class ZeroState(ABC):
         return nullcontext(tensor)
 
     @abstractmethod
-    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
-        """Replace DeepSpeed's gradient hooks. They call ``on_ready`` with the index of each parameter with a gradient.
-
-        Returns:
-            A function that runs DeepSpeed's original hook for an index, with a zero gradient if there is none.
-        """
+    def _reduce(self, parameter: Any, reduce: Callable[..., None]) -> None:
+        """Let DeepSpeed's hook reduce the gradient of a parameter, or a zero gradient if there is none."""
 
     def sequence_check(self) -> ForwardSequenceCheck | None:
         """Return the module sequence that every micro batch must follow, or None if no parameters are gathered."""
@@ -129,6 +128,17 @@ class ZeroState(ABC):
         """Forget the gradients of backwards without an update, as DeepSpeed does if they overflow."""
 
     # Methods that all stages share.
+
+    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
+        """Replace DeepSpeed's gradient hooks. They call ``on_ready`` with the index of each parameter with a gradient.
+
+        Returns:
+            A function that runs DeepSpeed's original hook for an index, with a zero gradient if there is none.
+        """
+        reduce = getattr(self.optimizer, self.hook)
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        setattr(self.optimizer, self.hook, lambda parameter, *_: on_ready(indices[id(parameter)]))
+        return lambda index: self._reduce(parameters[index], reduce)
 
     def local_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the tensors that this rank holds: see :meth:`Engine.local_tensors`."""
@@ -255,8 +265,11 @@ class ZeroState(ABC):
 class FlatGroups(ZeroState):
     """ZeRO-1 and ZeRO-2: each group of parameters is flattened and divided into one part per worker."""
 
+    hook = "process_gradients"
+
     def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
         super().__init__(optimizer, assembly, workers)
+        self._group_of = {id(p): number for number, group in enumerate(optimizer.bit16_groups) for p in group}
         for group in optimizer.bit16_groups:
             mapped = [(p, p._hp_mapping) for p in group if p._hp_mapping is not None]
             parts = [(p, m.lp_fragment_address, m.hp_fragment_address.start) for p, m in mapped]
@@ -300,19 +313,10 @@ class FlatGroups(ZeroState):
     def _copy_to_model(self) -> None:
         self.optimizer.update_lp_params()
 
-    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
-        process = self.optimizer.process_gradients
-        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        groups = {id(p): number for number, group in enumerate(self.optimizer.bit16_groups) for p in group}
-        self.optimizer.process_gradients = lambda parameter, group: on_ready(indices[id(parameter)])
-
-        def send(index: int) -> None:
-            parameter = parameters[index]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            process(parameter, groups[id(parameter)])
-
-        return send
+    def _reduce(self, parameter: Any, reduce: Callable[..., None]) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        reduce(parameter, self._group_of[id(parameter)])
 
     def _gather_trained(self, parameter: Any) -> torch.Tensor:
         return parameter.get_full_hp_param()
@@ -320,6 +324,8 @@ class FlatGroups(ZeroState):
 
 class PartitionedParameters(ZeroState):
     """ZeRO-3: each flattened parameter is divided into one part per worker. A part may be stored on a disk."""
+
+    hook = "reduce_ready_partitions_and_remove_grads"
 
     def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
         super().__init__(optimizer, assembly, workers)
@@ -391,23 +397,15 @@ class PartitionedParameters(ZeroState):
             kept_whole[0].partition(kept_whole, has_been_updated=False)
             kept_whole[0].all_gather(kept_whole)
 
-    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
-        process = self.optimizer.reduce_ready_partitions_and_remove_grads
-        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: on_ready(indices[id(parameter)])
-
-        def send(index: int) -> None:
-            parameter = parameters[index]
-            if parameter.grad is not None:
-                process(parameter)
-                return
-            share = parameter.data
-            parameter.data = share.new_zeros(parameter.ds_shape)  # a gradient must have the size of its parameter
-            parameter.grad = parameter.data.clone()
-            process(parameter)
-            parameter.data = share
-
-        return send
+    def _reduce(self, parameter: Any, reduce: Callable[..., None]) -> None:
+        if parameter.grad is not None:
+            reduce(parameter)
+            return
+        share = parameter.data
+        parameter.data = share.new_zeros(parameter.ds_shape)  # a gradient must have the size of its parameter
+        parameter.grad = parameter.data.clone()
+        reduce(parameter)
+        parameter.data = share
 
     def sequence_check(self) -> ForwardSequenceCheck | None:
         if self.workers.world == 1:
