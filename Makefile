@@ -44,7 +44,6 @@ NEEDING := $(addprefix tests/,commands/test_gguf.py commands/test_lm_eval.py \
   data/finetuning/test_chat_masks_beside_trl.py models/test_quantized_folders.py \
   recipes/test_distill.py recipes/test_grpo.py recipes/test_sweep.py \
   run/test_preferences_beside_trl.py $(addprefix switches/fp8/test_,pairs.py planned.py products.py) switches/lora/test_quantized.py \
-  switches/lora/test_quantized_shards.py \
   switches/optimizer/test_records.py switches/optimizer/test_updates.py)
 LM_EVAL := lm_eval absl-py chardet colorama DataProperty evaluate lxml mbstrdecoder more_itertools pathvalidate portalocker \
   pytablewriter pytz rouge-score sacrebleu sqlitedict tabledata tabulate tcolorpy typepy word2number

@@ -18,8 +18,7 @@ from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
-from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
-from rapidformer_templates.switches.fused_loss.transform import fuse_loss
+from rapidformer_templates.switches.fused_loss.transform import CHUNK_BYTES, fuse_loss
 from rapidformer_templates.switches.layout.tensor import divide_matrices
 from rapidformer_templates.system.workers import Workers
 from tests.support.worker_pool import alone

@@ -145,7 +145,6 @@ OPTIONAL = {
     "torch_compile": "torch-compile",
     "fp8": "fp8-products",
     "frozen_parameters.py": "frozen-parameters",
-    "tf32.py": "tf32",
 }
 """Files and folders of switches that no other switch needs, each with one of its switches."""
 

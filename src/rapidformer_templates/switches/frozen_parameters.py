@@ -105,8 +105,7 @@ def freeze(assembly: Assembly, building: Building[FrozenFlags]) -> None:
 
 
 def _acted(measured: Measured) -> str | None:
-    frozen = measured["frozen_parameters"]
-    return None if frozen else "frozen parameters were expected; all are trained"
+    return None if measured["frozen_parameters"] else "frozen parameters were expected; all are trained"
 
 
 SWITCHES = (

@@ -1,11 +1,12 @@
-"""Mixed precision: matrix products and their weights in 16 bits, fp32 masters and optimizer state."""
+"""Mixed precision: products and weights in 16 bits, fp32 masters and optimizer state. And tf32: fp32 products."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from rapidformer_templates.planning.checks import needs_template, shown
 from rapidformer_templates.planning.environment import AMPERE
@@ -20,10 +21,14 @@ from rapidformer_templates.planning.switch import (
     Request,
     RuleList,
     Switch,
+    always,
     replace,
 )
 
-_SIXTEEN_BITS = ("mixed_precision", "bf16")
+if TYPE_CHECKING:
+    from rapidformer_templates.engines.assembly import Assembly, Building
+
+_option = partial(flag, only_with=("mixed_precision", "bf16"))
 
 
 @dataclass(frozen=True)
@@ -38,17 +43,22 @@ class MixedPrecisionFlags:
         metavar="fp16|bf16",
         usual=True,
     )
-    keep_fp32_parameters: bool = flag(
-        False,
-        "keep weights in fp32 and cast them where they are used, instead of 16-bit weights with fp32 masters",
-        only_with=_SIXTEEN_BITS,
+    keep_fp32_parameters: bool = _option(
+        False, "keep weights in fp32 and cast them where they are used, instead of 16-bit weights with fp32 masters"
     )
-    grad_accum_dtype: Literal["fp32", "bf16"] = flag(
-        "fp32", "type in which gradients of 16-bit weights are accumulated", only_with=_SIXTEEN_BITS
+    grad_accum_dtype: Literal["fp32", "bf16"] = _option(
+        "fp32", "type in which gradients of 16-bit weights are accumulated"
     )
-    grad_reduce_dtype: Literal["fp32", "bf16"] = flag(
-        "fp32", "type in which they are summed over data-parallel workers", only_with=_SIXTEEN_BITS
+    grad_reduce_dtype: Literal["fp32", "bf16"] = _option(
+        "fp32", "type in which they are summed over data-parallel workers"
     )
+
+
+@dataclass(frozen=True)
+class Tf32Flags:
+    """Acceleration"""
+
+    tf32: bool = flag(False, "fp32 matrix products through the tensor cores' tf32 (Ampere or newer)")
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -75,7 +85,7 @@ def _options(request: Request, options: EngineOptions) -> EngineOptions:
 OF_GRADIENTS = ("grad_accum_dtype", "grad_reduce_dtype")
 
 
-RULES = RuleList()
+RULES, TF32_RULES = RuleList(), RuleList()
 
 
 @RULES.add("RF201", "[M]", "--mixed-precision bf16 --keep-fp32-parameters --grad-accum-dtype bf16")
@@ -125,6 +135,32 @@ def _acted(measured: Measured) -> str | None:
     return None
 
 
+@TF32_RULES.add("RF018", "[S, torch]", "--tf32")
+def _needs_ampere(request: Request) -> Iterator[Finding]:
+    """tf32 needs an Ampere or newer GPU.
+
+    Why: tf32 is a mode of the tensor cores since compute capability 8.0; elsewhere it would do nothing.
+    """
+    capability = request.environment.compute_capability
+    if request.environment.device != "cuda" or (capability and capability < AMPERE):
+        # A plan may be made on a machine without the GPU. Training checks again.
+        has = f"this one has {capability[0]}.{capability[1]}" if capability else "this run is on a CPU"
+        message = f"tf32 needs a GPU of compute capability 8.0 or newer; {has}"
+        yield Finding(message, request.asked_for("tf32"), switches=("tf32",))
+
+
+def allow_tf32(assembly: Assembly, building: Building[object]) -> None:
+    """Let fp32 matrix products round their inputs to TF32, with a 10-bit mantissa. cuDNN does so by default."""
+    import torch
+
+    torch.set_float32_matmul_precision("high")
+
+
+def _tf32_acted(measured: Measured) -> str | None:
+    precision = measured["matmul_precision"]
+    return None if precision == "high" else f"fp32 matrix products of precision high were expected; it is {precision}"
+
+
 SWITCHES = (
     Switch(
         name="mixed-precision",
@@ -148,5 +184,20 @@ SWITCHES = (
         acted=_acted,
         changes_result=True,
         rules=tuple(RULES),
+    ),
+    Switch(
+        name="tf32",
+        summary="fp32 matrix products through the tensor cores' tf32.",
+        source="[S]",
+        precedence=Precedence.KERNEL,
+        options=Tf32Flags,
+        predicts=Prediction(
+            unknown=always(time="products are as fast as DEVICE_TFLOPS says, which is assumed for fp32 without tf32")
+        ),
+        transform="rapidformer_templates.switches.mixed_precision:allow_tf32",
+        receipt=("matmul_precision",),
+        acted=_tf32_acted,
+        changes_result=True,
+        rules=tuple(TF32_RULES),
     ),
 )

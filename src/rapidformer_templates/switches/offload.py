@@ -101,9 +101,8 @@ Smaller ones stay in memory.
 
 def _nvme_acted(measured: Measured) -> str | None:
     share = 4 * (measured["trained_elements"] or 0) / measured.plan.sizes.data
-    if share < 2 * SWAPPED:  # there may be two groups, one with nearly all elements
-        return None
-    if any(measured.all("swapped_bytes")):
+    # There may be two groups, one with nearly all elements.
+    if share < 2 * SWAPPED or any(measured.all("swapped_bytes")):
         return None
     return f"optimizer state in files below {measured.config.get('nvme_path')} was expected; there is none"
 

@@ -13,14 +13,16 @@ from torch.nn import functional as F  # noqa: N812
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
+from rapidformer_templates.switches.fused_loss.transform import (
     TANH,
+    FusedHead,
+    Logits,
     LossRecipe,
+    fuse_loss,
     linear_cross_entropy,
     scale,
     shift,
 )
-from rapidformer_templates.switches.fused_loss.transform import FusedHead, Logits, fuse_loss
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, ClassJob, _Job
 from tests.support.made import Made
@@ -250,7 +252,7 @@ def test_the_receipt_would_see_whole_logits() -> None:
     def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: LossRecipe, words: Any) -> Any:
         return F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
 
-    with mock.patch("rapidformer_templates.switches.fused_loss.linear_cross_entropy.linear_cross_entropy", whole):
+    with mock.patch("rapidformer_templates.switches.fused_loss.transform.linear_cross_entropy", whole):
         run = train("causal", False, f"{ALONE} --train-iters 1 {FUSED}")
     receipts = run["summary"]["receipts"]
     assert receipts["logits_rows"] == receipts["logits_rows_without"]

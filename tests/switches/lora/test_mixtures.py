@@ -241,9 +241,7 @@ def test_experts_in_codes_train_as_the_read_ones_do(coding: str, bases: dict[str
     read.save_pretrained(tmp_path / "read")
     plain = run(tmp_path / "read", None, EVERYTHING)
     found = run(bases["qwen2_moe"], None, f"{EVERYTHING} --quantize-base {coding} --checkpoint-activations")
-    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(plain["curve"]), rtol=1e-5, atol=1e-7)
-    for name, weight in plain["weights"].items():
-        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-5)
+    parity.assert_follows(found, plain, 1e-5, 1e-7, weights=(1e-3, 1e-5))
     receipts = found["summary"]["receipts"]
     assert receipts["adapted_routers"] == 2
     assert receipts["quantized_layers"] == receipts["adapted_layers"] - 2 == 2 * (4 + 4 + 2)

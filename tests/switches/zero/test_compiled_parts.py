@@ -125,7 +125,7 @@ def start(**environment: str) -> subprocess.Popen[str]:
 
 def test_built_once_with_a_message(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan = Plan("Trainer", engine=parts.ENGINE, engine_options=EngineOptions(offload="cpu"))
-    parts.build_parts(plan)
+    parts.prepare(None, plan)
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "building DeepSpeed's cpu_adam (it takes minutes, once for this version) …"
     assert lines[1].startswith("built DeepSpeed's cpu_adam in ")
@@ -133,7 +133,7 @@ def test_built_once_with_a_message(root: Path, capfd: pytest.CaptureFixture[str]
     assert os.environ[parts.ACCELERATOR] == "cpu"
     assert root.name.startswith("deepspeed-9.9-torch-")
     assert parts.is_built("cpu_adam", root)
-    parts.build_parts(plan)
+    parts.prepare(None, plan)
     assert capfd.readouterr().err == ""
     assert builds(root) == 1
 

@@ -39,7 +39,7 @@ from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.fake_kernels import run
 from rapidformer_templates.switches.auto_strategy.stand_ins import DATA_DEPENDENT_OPS, GROUPED_PRODUCT, answer
 from rapidformer_templates.switches.auto_strategy.trace import Phase, PhaseSegment, Product, Trace
-from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
+from rapidformer_templates.switches.fused_loss.transform import CHUNK_BYTES
 from rapidformer_templates.switches.offload_activations.transform import Counts, Offloader, Wait, offload_blocks
 
 Batch = Mapping[str, torch.Tensor]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -52,15 +53,11 @@ class SavedTensors(Receipt):
         selective = [] if assembly.is_compiled else [forward for forward in checkpointed if forward.keeps]
         with _saved_products(selective) as products:
             with_it = _saved_by_forward(probe, products)
-        for forward in checkpointed:
-            forward.enabled = False
-        try:
-            # Not compiled: compiling a graph only to measure it costs more than the measurement is worth.
-            with torch.compiler.set_stance("force_eager"):
-                without = _saved_by_forward(probe, {})
-        finally:
+        # Not compiled: compiling a graph only to measure it costs more than the measurement is worth.
+        with ExitStack() as plain, torch.compiler.set_stance("force_eager"):
             for forward in checkpointed:
-                forward.enabled = True
+                plain.enter_context(patch.object(forward, "enabled", False))
+            without = _saved_by_forward(probe, {})
         return {"saved_tensor_bytes": with_it, "saved_tensor_bytes_without": without}
 
 
@@ -126,14 +123,10 @@ def _saved_products(checkpointed: Sequence[Checkpointed]) -> Iterator[Storages]:
 
         return record
 
-    plain = {one: one.forward for one in checkpointed}
-    for one, forward in plain.items():
-        one.forward = recording(forward)
-    try:
+    with ExitStack() as replaced:
+        for one in checkpointed:
+            replaced.enter_context(patch.object(one, "forward", recording(one.forward)))
         yield storages
-    finally:
-        for one, forward in plain.items():
-            one.forward = forward
 
 
 def _saved_by_forward(probe: Probe, storages: Storages) -> int:

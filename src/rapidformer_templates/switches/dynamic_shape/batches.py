@@ -17,6 +17,7 @@ from rapidformer_templates.data.types import Data, SampleSet
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.switches.dynamic_shape.declaration import MULTIPLE
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.tasks import Task
@@ -149,7 +150,7 @@ def order_of(run: RunWithData, samples: SampleSet) -> tuple[DynamicOrder, str]:
     options = config.switches["dynamic-shape"]
     longest = run.task.seq_length if run.task else config.model.seq_length or int(lengths.max())
     budget = options.tokens_per_batch or sizes.micro_batch * longest
-    shapes = choose_shapes(lengths, budget, options.shape_limit, options.length_multiple)
+    shapes = choose_shapes(lengths, budget, options.shape_limit, options.shape_multiple or MULTIPLE)
     order = DynamicOrder(lengths, shapes, sizes.data * sizes.accumulation, config.training.seed)
     shown = ", ".join(f"{shape.rows} × {shape.length}" for shape in shapes[:16]) + (", …" if len(shapes) > 16 else "")
     line = f"shapes     {len(shapes)} (rows × tokens): {shown}; {order.fill:.1%} of the tokens are not padding"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from rapidformer_templates.planning.checks import Given, clash, needs_template, shown
@@ -36,7 +37,7 @@ OWN_BATCHES = {
 }
 
 
-_DYNAMIC = ("data_iterator", "dynamic-shape")
+_option = partial(flag, only_with=("data_iterator", "dynamic-shape"))
 
 
 @dataclass(frozen=True)
@@ -44,34 +45,22 @@ class DynamicShapeFlags:
     """Acceleration"""
 
     data_iterator: Literal["static", "dynamic-shape"] = flag("static", "batches of one shape, or of varying shapes")
-    tokens_per_batch: int | None = flag(
+    tokens_per_batch: int | None = _option(
         None,
         "dynamic shapes: maximum tokens of a micro batch, with padding (default: micro batch × sequence length)",
         minimum=1,
-        only_with=_DYNAMIC,
     )
-    max_shapes: int | None = flag(
-        None,
-        f"dynamic shapes: maximum number of distinct shapes (default: {MAX_SHAPES}; 0: no limit)",
-        minimum=0,
-        only_with=_DYNAMIC,
+    max_shapes: int | None = _option(
+        None, f"dynamic shapes: maximum number of distinct shapes (default: {MAX_SHAPES}; 0: no limit)", minimum=0
     )
-    shape_multiple: int | None = flag(
-        None,
-        f"dynamic shapes: lengths are padded to multiples of this (default: {MULTIPLE})",
-        minimum=1,
-        only_with=_DYNAMIC,
+    shape_multiple: int | None = _option(
+        None, f"dynamic shapes: lengths are padded to multiples of this (default: {MULTIPLE})", minimum=1
     )
 
     @property
     def shape_limit(self) -> int:
         """Highest number of distinct shapes. 0 means no limit."""
         return MAX_SHAPES if self.max_shapes is None else self.max_shapes
-
-    @property
-    def length_multiple(self) -> int:
-        """Number that padded lengths are multiples of."""
-        return self.shape_multiple or MULTIPLE
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -80,7 +69,7 @@ def _notes(request: Request) -> Sequence[str]:
     budget: int | None = options.tokens_per_batch or (length and length * sizes.micro_batch)
     tokens = f"{budget:,} tokens" if budget else f"{sizes.micro_batch} × the sequence length"
     count = f"at most {options.shape_limit} shapes" if options.shape_limit else "any number of shapes"
-    multiples = f"lengths in multiples of {options.length_multiple}"
+    multiples = f"lengths in multiples of {options.shape_multiple or MULTIPLE}"
     return (f"dynamic-shape: micro batches of up to {tokens}, {count}, {multiples}",)
 
 

@@ -100,7 +100,7 @@ def _on_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output (rows, tokens, heads, size) and the log of each token's weight sum (rows, heads, tokens)."""
-    output, log_sums = _like_output(query), _like_log_sums(query).zero_()
+    output, log_sums = _results_like(query)
     # The output of a document with one token, such as padding at the end of a row, is its value.
     groups = query.shape[1] // value.shape[1]
     output.copy_(value.repeat_interleave(groups, dim=1).transpose(1, 2))
@@ -113,8 +113,10 @@ def _on_cpu(
 
 
 @_on_cpu.register_fake
-def _(query: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like_output(query), _like_log_sums(query)
+def _results_like(query: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, heads, tokens, size = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(rows, tokens, heads, size), query.new_zeros(rows, heads, tokens, dtype=wide)
 
 
 @torch.library.custom_op("rapidformer::packed_attention_for_cpu_backward", mutates_args=())
@@ -163,16 +165,6 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: object) -> tuple[torch.Tensor
 
 
 _on_cpu.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def _like_output(query: torch.Tensor) -> torch.Tensor:
-    rows, heads, tokens, size = query.shape
-    return query.new_empty(rows, tokens, heads, size)
-
-
-def _like_log_sums(query: torch.Tensor) -> torch.Tensor:
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(query.shape[:3], dtype=wide)
 
 
 def _documents(borders: torch.Tensor, tokens: int) -> Iterator[tuple[int, int, int]]:
@@ -285,10 +277,8 @@ def attention(
         ModelError: the kernel cannot compute this.
     """
     if attention_mask is not None and attention_mask.ndim == 1:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        package = kernel == "flash_attn"
-        output = packed_attention(query, key, value, attention_mask, scale=scale, dropout=dropout, package=package)
-        return output, None
+        more = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "dropout": dropout}
+        return packed_attention(query, key, value, attention_mask, **more, package=kernel == "flash_attn"), None
     position_bias = others.get("position_bias")
     # The package supports no mask, only 16 bits, and as many queries as keys (not so in generation).
     fits = value.dtype in (torch.float16, torch.bfloat16) and query.shape[2] == key.shape[2]

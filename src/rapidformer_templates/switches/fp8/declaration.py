@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from rapidformer_templates.planning.checks import Given, clash, needs
@@ -63,9 +64,12 @@ class Fp8Flags:
 
 RULES = RuleList()
 TORCHAO = {"torchao": "0.18"}
+_rule = partial(RULES.add, packages=TORCHAO)
+ROUNDED = "--fp8-recipe rowwise --fp8-emulate --mixed-precision bf16"
+"""An example without an fp8 unit that breaks no rule."""
 
 
-@RULES.add("RF290", "[torchao]", "--fp8-recipe rowwise --fp8-emulate", packages=TORCHAO)
+@_rule("RF290", "[torchao]", "--fp8-recipe rowwise --fp8-emulate")
 def _beside_bf16(request: Request) -> Iterator[Finding]:
     """fp8 needs --mixed-precision bf16.
 
@@ -81,7 +85,7 @@ def _beside_bf16(request: Request) -> Iterator[Finding]:
         )
 
 
-@RULES.add("RF291", "[torchao]", "--fp8-recipe rowwise --mixed-precision bf16", packages=TORCHAO)
+@_rule("RF291", "[torchao]", "--fp8-recipe rowwise --mixed-precision bf16")
 def _has_units(request: Request) -> Iterator[Finding]:
     """fp8 needs a GPU with compute capability 8.9 or newer.
 
@@ -100,7 +104,7 @@ def _has_units(request: Request) -> Iterator[Finding]:
     )
 
 
-@RULES.add("RF292", "[rapidformer_templates]", "--fp8-recipe rowwise --fp8-filter [", packages=TORCHAO)
+@_rule("RF292", "[rapidformer_templates]", "--fp8-recipe rowwise --fp8-filter [")
 def _regular(request: Request) -> Iterator[Finding]:
     """Layers that stay in bf16 are named by a regular expression.
 
@@ -113,10 +117,10 @@ def _regular(request: Request) -> Iterator[Finding]:
         yield Finding(message, request.asked("fp8_filter"), changes=(drop({"fp8_filter": None}),))
 
 
-@RULES.add(
+@_rule(
     "RF293",
     "[deepspeed, onnxruntime]",
-    "--fp8-recipe rowwise --fp8-emulate --mixed-precision bf16 --zero-3-memory-optimization --world-size 2",
+    f"{ROUNDED} --zero-3-memory-optimization --world-size 2",
     packages=TORCHAO | {"deepspeed": "0.18"},
 )
 def _in_torch(request: Request) -> list[Finding]:
@@ -128,12 +132,7 @@ def _in_torch(request: Request) -> list[Finding]:
     return clash(request, NAME, lambda switch: switch.needs_package in ("deepspeed", "onnxruntime"))
 
 
-@RULES.add(
-    "RF294",
-    "[torchao]",
-    "--fp8-recipe rowwise --fp8-emulate --mixed-precision bf16 --lora-rank 8 --quantize-base int8",
-    packages=TORCHAO | {"peft": "0.17"},
-)
+@_rule("RF294", "[torchao]", f"{ROUNDED} --lora-rank 8 --quantize-base int8", packages=TORCHAO | {"peft": "0.17"})
 def _of_numbers(request: Request) -> list[Finding]:
     """fp8 needs weights in 16 or 32 bits.
 
@@ -144,11 +143,10 @@ def _of_numbers(request: Request) -> list[Finding]:
     return clash(request, NAME, codes, message="{0} cannot multiply with the codes of {1}")
 
 
-@RULES.add(
+@_rule(
     "RF295",
     "[torchao]",
     "--fp8-recipe tensorwise --fp8-emulate --mixed-precision bf16 --context-parallel-size 2 --world-size 2",
-    packages=TORCHAO,
 )
 def _scale_of_a_part(request: Request) -> list[Finding]:
     """Under context parallelism, fp8 needs a scale per row.
@@ -160,12 +158,7 @@ def _scale_of_a_part(request: Request) -> list[Finding]:
     return clash(request, Given("fp8_recipe", ("tensorwise",), instead=rows), "context-parallel", message=message)
 
 
-@RULES.add(
-    "RF296",
-    "[torchao]",
-    "--fp8-recipe rowwise --fp8-emulate --mixed-precision bf16 --fp8-all-gather --world-size 2",
-    packages=TORCHAO,
-)
+@_rule("RF296", "[torchao]", f"{ROUNDED} --fp8-all-gather --world-size 2")
 def _gathered(request: Request) -> Iterator[Finding]:
     """--fp8-all-gather needs FSDP, one scale per tensor, and weights that only FSDP divides.
 

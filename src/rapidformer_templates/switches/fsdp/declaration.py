@@ -141,12 +141,14 @@ def _gathers(switch: Switch) -> bool:
 
 
 def _options(request: Request, options: EngineOptions) -> EngineOptions:
-    sharding = dataclasses.replace(
-        options.parameter_sharding,
-        reshard_after_forward=reshards(request),
-        reduce_dtype=request.config.get("fsdp_reduce_dtype"),
-        reduce_every_micro_batch=request.config.get("fsdp_reduce_every_micro_batch"),
-    )
+    get = request.config.get
+    asked = {"reduce_dtype": get("fsdp_reduce_dtype"), "reduce_every_micro_batch": get("fsdp_reduce_every_micro_batch")}
+    return _with_sharding(options, reshard_after_forward=reshards(request), **asked)
+
+
+def _with_sharding(options: EngineOptions, **fields: object) -> EngineOptions:
+    """Return the options with other fields of ``parameter_sharding``."""
+    sharding = dataclasses.replace(options.parameter_sharding, **fields)  # type: ignore[arg-type]
     return dataclasses.replace(options, parameter_sharding=sharding)
 
 
@@ -227,11 +229,6 @@ def _group_notes(request: Request) -> Sequence[str]:
     return ()
 
 
-def _shard_size(request: Request, options: EngineOptions) -> EngineOptions:
-    sharding = dataclasses.replace(options.parameter_sharding, shard_size=request.config.get(SIZE))
-    return dataclasses.replace(options, parameter_sharding=sharding)
-
-
 def _copies_acted(measured: Measured) -> str | None:
     """Check that there are as many copies of each parameter as planned, and that they are equal bit for bit."""
     size, data = _workers_of_a_copy(measured), measured.plan.sizes.copies
@@ -249,10 +246,10 @@ def _copies_acted(measured: Measured) -> str | None:
 
 
 def _strategy(request: Request, options: EngineOptions) -> EngineOptions:
-    sharded, sharding = SHARDED[request.config.get(STRATEGY)], options.parameter_sharding
+    sharded = SHARDED[request.config.get(STRATEGY)]
     if sharded == "parameters":
-        sharding = dataclasses.replace(sharding, reshard_after_forward=reshards(request))
-    return dataclasses.replace(options, shard_over_data=sharded, parameter_sharding=sharding)
+        options = _with_sharding(options, reshard_after_forward=reshards(request))
+    return dataclasses.replace(options, shard_over_data=sharded)
 
 
 def _strategy_notes(request: Request) -> Sequence[str]:
@@ -263,12 +260,10 @@ def _strategy_notes(request: Request) -> Sequence[str]:
 
 
 def _strategy_acted(measured: Measured) -> str | None:
-    gradients = checks.check_even_shards(among=_workers_of_a_copy, gradient_elements="gradients")
-    if measured.config.get(STRATEGY) != ALL:
-        return gradients(measured)
-    return checks.first_finding(
-        gradients, checks.check_even_shards(among=_workers_of_a_copy, held_elements="parameters")
-    )(measured)
+    checked = [checks.check_even_shards(among=_workers_of_a_copy, gradient_elements="gradients")]
+    if measured.config.get(STRATEGY) == ALL:
+        checked += [checks.check_even_shards(among=_workers_of_a_copy, held_elements="parameters")]
+    return checks.first_finding(*checked)(measured)
 
 
 def _variant(switch: Switch, options: ShardingStrategyFlags) -> Switch:
@@ -347,7 +342,7 @@ SWITCHES = (
         ),
         notes=_group_notes,
         dimensions=_dimensions,
-        engine_options=_shard_size,
+        engine_options=lambda request, options: _with_sharding(options, shard_size=request.config.get(SIZE)),
         receipt=("copies", "copies_equal", "parameter_bytes", "parameter_bytes_whole"),
         receipt_hooks="rapidformer_templates.switches.fsdp.engine:ShardCopies",
         acted=_copies_acted,

@@ -122,9 +122,8 @@ class FSDPEngine(SingleEngine):
                 self._shard_expert_stacks(module, policy, reshard)
         # Shards are other tensors, without the notes of their parameters.
         shapes_of_codes = {name: shape_of(p) for name, p in model.named_parameters() if is_quantized(p)}
-        blocks = list(of_model.values())
         whole = self._keep_whole(model)
-        for unit in (*_separate_units(model, [*_shared_modules(blocks), *blocks]), model):
+        for unit in (*_units_of(model, list(of_model.values())), model):
             self._shard_unit(unit, whole, policy, reshard)
         accelerator.move(model, self.workers.device)  # the buffers
         for buffer in model.buffers() if self.workers.copies > 1 else ():
@@ -447,14 +446,6 @@ def _groups(unit: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _shared_modules(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the largest modules that several blocks share, such as one attention layer. Each becomes a unit."""
-    owners = Counter(module for block in blocks for module in block.modules() if module is not block)
-    shared = [module for module, count in owners.items() if count > 1 and any(True for _ in module.parameters())]
-    inner = {part for module in shared for part in module.modules() if part is not module}
-    return [module for module in shared if module not in inner]
-
-
 def _owners(unit: nn.Module) -> dict[nn.Parameter, Owners]:
     """Return the owners of each parameter of a unit that is not sharded yet."""
     owners: dict[nn.Parameter, Owners] = {}
@@ -465,8 +456,15 @@ def _owners(unit: nn.Module) -> dict[nn.Parameter, Owners]:
     return owners
 
 
-def _separate_units(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the units that share no parameter with modules outside. The root has the parameters of the others."""
+def _units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the units of a model: its blocks, and the largest modules that several blocks share.
+
+    None has a parameter in common with a module outside of it. The root has the parameters of those that do.
+    """
+    users_of = Counter(module for block in blocks for module in block.modules() if module is not block)
+    shared = [module for module, count in users_of.items() if count > 1 and any(True for _ in module.parameters())]
+    inner = {part for module in shared for part in module.modules() if part is not module}
+    units = [*(module for module in shared if module not in inner), *blocks]
     unit_of = {module: unit for unit in reversed(units) for module in unit.modules()}
     users: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():

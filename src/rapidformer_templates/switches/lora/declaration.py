@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from rapidformer_templates.planning.checks import Given, clash, needs
@@ -25,8 +26,6 @@ from rapidformer_templates.planning.switch import (
 
 CODES = ("int8", "nf4", "int4")
 DIVIDING = ("deepspeed-config", "tensor-parallel")
-PEFT = {"peft": "0.17"}
-"""The packages of the rules' examples."""
 IN_CODES, IN_HALF = Given("quantize_base", CODES), Given("quantize_base", ("half",))
 DORA = Given("lora_variant", ("dora",))
 BITSANDBYTES = (0, 50)
@@ -35,7 +34,7 @@ SHARDS_CODES = (2, 12)
 """The first version of torch whose FSDP shards parameters that are not floating-point numbers."""
 
 
-_RANK = ("lora_rank", 8)
+_option = partial(flag, only_with=("lora_rank", 8))
 
 
 @dataclass(frozen=True)
@@ -45,38 +44,33 @@ class LoraFlags:
     lora_rank: int | None = flag(
         None, "train adapters of this rank on top of frozen weights", metavar="N", minimum=1, usual=True
     )
-    lora_alpha: float | None = flag(
-        None,
-        "the adapters' output is multiplied by ALPHA / rank (default: twice the rank)",
-        metavar="ALPHA",
-        minimum=0,
-        only_with=_RANK,
+    lora_alpha: float | None = _option(
+        None, "the adapters' output is multiplied by ALPHA / rank (default: twice the rank)", metavar="ALPHA", minimum=0
     )
-    lora_dropout: float = flag(0.0, "dropout before the adapters", minimum=0, maximum=1, only_with=_RANK)
-    lora_target_modules: str = flag(
+    lora_dropout: float = _option(0.0, "dropout before the adapters", minimum=0, maximum=1)
+    lora_target_modules: str = _option(
         "all-linear",
         "what gets adapters: all-linear, or comma-separated ends of names; experts and routers only by name",
         metavar="NAMES",
-        only_with=_RANK,
     )
-    lora_modules_to_save: str | None = flag(
-        None, "modules that are trained whole in addition (default: a new head)", metavar="NAMES", only_with=_RANK
+    lora_modules_to_save: str | None = _option(
+        None, "modules that are trained whole in addition (default: a new head)", metavar="NAMES"
     )
-    lora_variant: Literal["lora", "rslora", "dora"] = flag(
-        "lora", "rslora divides by the root of the rank; dora also trains the length of each output", only_with=_RANK
+    lora_variant: Literal["lora", "rslora", "dora"] = _option(
+        "lora", "rslora divides by the root of the rank; dora also trains the length of each output"
     )
-    quantize_base: Literal["half", "int8", "nf4", "int4"] | None = flag(
+    quantize_base: Literal["half", "int8", "nf4", "int4"] | None = _option(
         None,
         "store the frozen weights in fewer bits; half: the 16 bits of --mixed-precision; nf4: QLoRA's 4 bits, by "
         "bitsandbytes",
-        only_with=_RANK,
     )
 
 
 RULES = RuleList()
+_rule = partial(RULES.add, packages={"peft": "0.17"})
 
 
-@RULES.add("RF120", "[peft]", "--lora-rank 8 --model-type gpt2", packages=PEFT)
+@_rule("RF120", "[peft]", "--lora-rank 8 --model-type gpt2")
 def _pretrained(request: Request) -> list[Finding]:
     """Adapters need pretrained weights.
 
@@ -111,12 +105,7 @@ def _beside_matrices(request: Request) -> Iterator[Finding]:
         yield Finding(message, request.asked("lora_target_modules", *flags), changes=changes)
 
 
-@RULES.add(
-    "RF140",
-    "[rapidformer_templates]",
-    "--lora-rank 8 --quantize-base int8 --tensor-model-parallel-size 2",
-    packages=PEFT,
-)
+@_rule("RF140", "[rapidformer_templates]", "--lora-rank 8 --quantize-base int8 --tensor-model-parallel-size 2")
 def _codes_divided(request: Request) -> Iterator[Finding]:
     """A base in 8 or 4 bits is divided only by ZeRO-3, and by FSDP with torch 2.12 or newer.
 
@@ -132,7 +121,7 @@ def _codes_divided(request: Request) -> Iterator[Finding]:
         yield from clash(request, IN_CODES, "fsdp", message=message)
 
 
-@RULES.add("RF126", "[rapidformer_templates]", "--lora-rank 8 --quantize-base half", packages=PEFT)
+@_rule("RF126", "[rapidformer_templates]", "--lora-rank 8 --quantize-base half")
 def _half_of_what(request: Request) -> list[Finding]:
     """A 16-bit base needs 16-bit products.
 
@@ -143,9 +132,7 @@ def _half_of_what(request: Request) -> list[Finding]:
     return needs(request, IN_HALF, Given("mixed_precision"), way, message=message)
 
 
-@RULES.add(
-    "RF128", "[peft]", "--lora-rank 8 --lora-variant dora --quantize-base half --mixed-precision bf16", packages=PEFT
-)
+@_rule("RF128", "[peft]", "--lora-rank 8 --lora-variant dora --quantize-base half --mixed-precision bf16")
 def _read_in_fp32(request: Request) -> list[Finding]:
     """DoRA needs the weights in fp32.
 
@@ -156,7 +143,7 @@ def _read_in_fp32(request: Request) -> list[Finding]:
     )
 
 
-@RULES.add("RF141", "[bitsandbytes]", "--lora-rank 8 --quantize-base nf4", packages=PEFT)
+@_rule("RF141", "[bitsandbytes]", "--lora-rank 8 --quantize-base nf4")
 def _reads_nf4(request: Request) -> Iterator[Finding]:
     """nf4 is bitsandbytes' format.
 
@@ -181,11 +168,10 @@ def _lengths_of_whole_weights(request: Request) -> list[Finding]:
     return clash(request, DORA, ("zero-3", "tensor-parallel"), message=message)
 
 
-@RULES.add(
+@_rule(
     "RF127",
     "[rapidformer_templates]",
     "--lora-rank 8 --quantize-base half --mixed-precision bf16 --zero-2-memory-optimization",
-    packages=PEFT,
 )
 def _types_by_deepspeed(request: Request) -> list[Finding]:
     """A 16-bit base needs an engine that leaves weights unchanged.

@@ -11,9 +11,8 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -32,9 +31,6 @@ from rapidformer_templates.planning.hub import BESIDE_ADAPTERS, model_folder
 from rapidformer_templates.planning.request import config_file
 from rapidformer_templates.system.files import JSON_ERRORS, new_folder, write_json
 from rapidformer_templates.system.tensor_files import TensorFiles
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
 
 ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
@@ -57,13 +53,6 @@ PEFT_TASKS = {
     "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 }
 """peft's names of tasks, with the models of transformers for them by architecture."""
-
-
-@dataclass(frozen=True)
-class AdapterSettings:
-    """The fact of a model with adapters: their configuration in peft's form."""
-
-    config: PeftConfig
 
 
 def writes(assembly: Assembly) -> bool:
@@ -94,9 +83,10 @@ def write(assembly: Assembly, weights: Mapping[str, torch.Tensor], folder: Path)
 
 def describe(assembly: Assembly, folder: Path) -> None:
     """Write everything about adapters except their weights: their settings and the configuration of the model."""
-    model, settings, frozen = assembly.model, assembly.find(AdapterSettings), assembly.base
-    assert settings is not None
-    config = settings.config
+    from peft import LoraConfig
+
+    model, config, frozen = assembly.model, assembly.find(LoraConfig), assembly.base
+    assert config is not None
     base = getattr(getattr(model, "config", None), "_name_or_path", "") or None
     config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).exists() else base
     if isinstance(model, PreTrainedModel):
@@ -127,7 +117,7 @@ def restore(model: PreTrainedModel, folder: Path) -> Assembly:
         inject_adapter_in_model(config, model)
     model.config.name_or_path = config.base_model_name_or_path or ""
     assembly = Assembly(model, base=FrozenBase(frozenset(), "", _fingerprints_in(folder)))
-    assembly.record(AdapterSettings(config))
+    assembly.record(config)
     return assembly
 
 

@@ -29,16 +29,9 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import FrozenBase, fingerprint, fp32_fingerprint, identity_of, new_modules_of
 from rapidformer_templates.models.blocks import AbsentModule, SkippedBlock, bytes_of, canonical_name
 from rapidformer_templates.models.blocks import is_quantized as holds_codes
+from rapidformer_templates.switches.lora import layers as adapted
 from rapidformer_templates.switches.lora.declaration import LoraFlags
-from rapidformer_templates.switches.lora.exported import ADAPTER, AdapterSettings
-from rapidformer_templates.switches.lora.layers import (
-    MatrixAdapter,
-    QuantizedLinear,
-    StackAdapter,
-    install,
-    is_quantized,
-    quantize_stack,
-)
+from rapidformer_templates.switches.lora.exported import ADAPTER
 from rapidformer_templates.system.workers import Workers
 
 ALL_LINEAR = "all-linear"
@@ -74,7 +67,7 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
             message = f"{type(model).__name__} cannot get adapters: {error}"
             hint = "name layers of torch.nn.Linear by the ends of their names, such as q_proj,v_proj"
             raise ModelError(message, where="--lora-target-modules", hint=hint) from error
-    install(model, ADAPTER)
+    adapted.install(model, ADAPTER)
     if isinstance(model, PreTrainedModel):
         model.save_pretrained = refuse_to_save  # type: ignore[method-assign]
     if options.quantize_base:
@@ -96,7 +89,7 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
     described.revision = str(revision["value"]) if revision else None
     # peft sets this while it adds adapters to a Conv1D.
     described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
-    assembly.record(AdapterSettings(peft_loadable_config(described, model, of_all)))
+    assembly.record(peft_loadable_config(described, model, of_all))
 
 
 def refuse_to_save(*_: object, **__: object) -> NoReturn:
@@ -344,16 +337,18 @@ def _quantize(model: nn.Module, coding: str, kind: torch.dtype, *, has_values: b
     """
     for _, layer in adapted_layers(model):
         base = layer.get_base_layer()
-        if isinstance(layer, StackAdapter) and coding == "half":
+        if isinstance(layer, adapted.MatrixAdapter):
+            continue
+        if isinstance(layer, adapted.StackAdapter) and coding == "half":
             layer.get_param().data = layer.get_param().data.to(kind)
-        elif isinstance(layer, StackAdapter):
-            quantize_stack(base, layer.parameter_name, coding, has_values=has_values)
-        elif coding == "half" and not isinstance(layer, MatrixAdapter):
+        elif isinstance(layer, adapted.StackAdapter):
+            adapted.quantize_stack(base, layer.parameter_name, coding, has_values=has_values)
+        elif coding == "half":
             for parameter in base.parameters():
                 parameter.data = parameter.data.to(kind)
-        elif not isinstance(layer, MatrixAdapter):
+        else:
             assert isinstance(base, LINEAR)
-            layer.base_layer = QuantizedLinear(base, coding, has_values=has_values)
+            layer.base_layer = adapted.QuantizedLinear(base, coding, has_values=has_values)
 
 
 class TrainedBesideFrozen(TrainedAndFrozen):
@@ -361,8 +356,9 @@ class TrainedBesideFrozen(TrainedAndFrozen):
 
     def after_step(self, engine: Engine) -> dict[str, int]:
         local = {canonical_name(name): layer for name, layer in adapted_layers(engine.model)}
-        routers = merge_by_name(engine, {name: isinstance(layer, MatrixAdapter) for name, layer in local.items()})
-        not_coded = {name for name, layer in local.items() if not is_quantized(layer)}
+        kinds = {name: isinstance(layer, adapted.MatrixAdapter) for name, layer in local.items()}
+        routers = merge_by_name(engine, kinds)
+        not_coded = {name for name, layer in local.items() if not adapted.is_quantized(layer)}
         codes = [parameter for parameter in engine.model.parameters() if holds_codes(parameter)]
         parts: list[torch.Tensor] = [getattr(each, "ds_tensor", local_part(each)) for each in codes]  # ZeRO-3 has it
         return super().after_step(engine) | {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rapidformer_templates.models.model_files import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.config import spelling
@@ -23,7 +24,7 @@ from rapidformer_templates.planning.switch import (
     replace,
 )
 
-_EXPERTS = ("num_experts", 8)
+_option = partial(flag, only_with=("num_experts", 8))
 
 
 @dataclass(frozen=True)
@@ -31,32 +32,26 @@ class MixtureOfExpertsFlags:
     """Acceleration"""
 
     num_experts: int | None = flag(None, "replace feed-forwards by this many gated experts", metavar="N", minimum=1)
-    moe_top_k: int | None = flag(
+    moe_top_k: int | None = _option(
         None,
         "experts that each token visits (default: 2, or that of an architecture with experts)",
         metavar="K",
         minimum=1,
-        only_with=_EXPERTS,
     )
-    moe_ffn_hidden_size: int | None = flag(
-        None,
-        "inner width of an expert (default: that of the dense feed-forward)",
-        metavar="N",
-        minimum=1,
-        only_with=_EXPERTS,
+    moe_ffn_hidden_size: int | None = _option(
+        None, "inner width of an expert (default: that of the dense feed-forward)", metavar="N", minimum=1
     )
-    moe_layer_interval: int = flag(1, "experts in every K-th block", metavar="K", minimum=1, only_with=_EXPERTS)
+    moe_layer_interval: int = _option(1, "experts in every K-th block", metavar="K", minimum=1)
     moe_loss_coeff: float | None = flag(
         None, "weight of the balance loss (default: 0.01, or that of a pretrained mixture)", metavar="C", minimum=0
     )
     moe_z_loss_coeff: float | None = flag(
         None, "weight of the router z loss (default: 0.001; 0 for a pretrained mixture)", metavar="C", minimum=0
     )
-    moe_capacity_factor: float | None = flag(
+    moe_capacity_factor: float | None = _option(
         None,
         "capacity of an expert relative to an even load; further tokens are dropped (default: none are)",
         metavar="F",
-        only_with=_EXPERTS,
     )
 
 

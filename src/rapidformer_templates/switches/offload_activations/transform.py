@@ -157,12 +157,12 @@ class BlockCall:
     Attributes:
         number: index of the block among the blocks on this worker.
         block: class name of the block.
-        forward: the forward of the model.
+        forward: the calls in the same forward of the model, or of a part of it.
         storages: kept storages by storage key and type.
         has_begun: whether its backward has begun.
     """
 
-    def __init__(self, number: int, block: str, forward: ForwardCalls) -> None:
+    def __init__(self, number: int, block: str, forward: list[BlockCall]) -> None:
         self.number, self.block, self.forward = number, block, forward
         self.storages: dict[tuple[int, torch.dtype], weakref.ref[SavedStorage]] = {}
         self.has_begun = False
@@ -172,21 +172,14 @@ class BlockCall:
         return [storage for storage in (reference() for reference in self.storages.values()) if storage is not None]
 
 
-class ForwardCalls:
-    """The block forwards in one forward of the model, or of a part of it."""
+def _last(calls: Sequence[BlockCall]) -> BlockCall | None:
+    """Return the last of these calls that keeps something. Its backward is the next to run."""
+    return next((call for call in reversed(calls) if call.alive()), None)
 
-    def __init__(self) -> None:
-        self.calls: list[BlockCall] = []
 
-    def last(self, before: BlockCall | None = None) -> BlockCall | None:
-        """The last call (before another one) that keeps something. Its backward is the next to run."""
-        calls = self.calls if before is None else self.calls[: self.calls.index(before)]
-        return next((call for call in reversed(calls) if call.alive()), None)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether its backward has yet to run."""
-        return not any(call.has_begun for call in self.calls) and self.last() is not None
+def _is_waiting(forward: Sequence[BlockCall]) -> bool:
+    """Whether the backward of a forward has yet to run."""
+    return not any(call.has_begun for call in forward) and _last(forward) is not None
 
 
 class _Transfer(NamedTuple):
@@ -214,7 +207,7 @@ class Offloader:
     def __init__(self, host: Host, device: torch.device) -> None:
         self.counts = Counts()
         self._host, self._device = host, device
-        self._forwards: list[ForwardCalls] = []
+        self._forwards: list[list[BlockCall]] = []
         self._running: BlockCall | None = None  # the call whose forward runs
         self._on_device: Storages = {}  # its tensors that stay on the device
         self._last: BlockCall | None = None  # the call whose forward has ended and whose activations have not been sent
@@ -232,15 +225,13 @@ class Offloader:
         self._send_last()
         hidden = args[0] if args else kwargs.get(HIDDEN)
         begins = isinstance(hidden, torch.Tensor) and hidden.is_leaf and hidden.requires_grad  # from another stage
-        if begins or not self._forwards or self._forwards[-1].calls[-1].number >= number:
-            self._forwards = [*(forward for forward in self._forwards if forward.is_waiting), ForwardCalls()]
+        if begins or not self._forwards or self._forwards[-1][-1].number >= number:
+            self._forwards = [*filter(_is_waiting, self._forwards), []]
             # Free activations that were fetched for a backward that will not run.
             for call in {transfer.call for transfer in self._incoming if not transfer.call.alive()}:
                 self._finish_fetch(call)
-        forward = self._forwards[-1]
-        call = BlockCall(number, type(block).__name__, forward)
-        forward.calls.append(call)
-        self._running = call
+        self._running = call = BlockCall(number, type(block).__name__, self._forwards[-1])
+        call.forward.append(call)
         # On the device anyway: the block's weights, and tensors that it shares with other blocks.
         arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shared = [*(leaf for leaf in arguments if leaf is not hidden), *block.parameters(), *block.buffers()]
@@ -258,7 +249,11 @@ class Offloader:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
         """Return the object that autograd holds for a tensor: the tensor itself, or a handle to restore it."""
         call = self._running
-        if call is None or not self._is_offloadable(tensor):
+        is_plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        is_here = tensor.device.type == self._device.type and not is_traceable_wrapper_subclass(tensor)
+        if call is None or not (is_plain and is_here) or tensor.untyped_storage().nbytes() < MIN_BYTES:
+            return tensor
+        if _is_weight(tensor) or _storage_key(tensor) in self._on_device:
             return tensor
         key = _storage_key(tensor), tensor.dtype
         # This block or the one before it may have kept the storage already. It is used if it is still on the device.
@@ -269,13 +264,6 @@ class Offloader:
             storage = SavedStorage(tensor, call.block, self.counts)
         call.storages[key] = weakref.ref(storage)
         return SavedTensor(call, storage, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    def _is_offloadable(self, tensor: torch.Tensor) -> bool:
-        is_plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-        if tensor.device.type != self._device.type or is_traceable_wrapper_subclass(tensor) or not is_plain:
-            return False
-        is_large = tensor.untyped_storage().nbytes() >= MIN_BYTES
-        return is_large and not _is_weight(tensor) and _storage_key(tensor) not in self._on_device
 
     @torch.no_grad()
     def unpack(self, saved: torch.Tensor | SavedTensor) -> torch.Tensor:
@@ -295,13 +283,11 @@ class Offloader:
         if self._last is call:
             self._last = None  # it stays on the device
         self._free_device_copies(but=call)
-        following = call.forward.last(before=call)
+        following = _last(call.forward[: call.forward.index(call)])
         if following is None:
             # Guess the call whose backward is next. A pipeline takes the oldest micro batch, part by part.
-            pending = [forward for forward in self._forwards if forward.is_waiting]
-            part = call.forward.calls[-1].number
-            forward = min(pending, key=lambda forward: forward.calls[-1].number != part, default=None)
-            following = forward.last() if forward else None
+            pending, part = filter(_is_waiting, self._forwards), call.forward[-1].number
+            following = _last(min(pending, key=lambda forward: forward[-1].number != part, default=[]))
         if self._last is not None and self._last is not following and self._last.forward is not call.forward:
             self._send_last()  # it belongs to another micro batch, which will wait longer
         self._start_fetch(call, late=True)
@@ -384,9 +370,18 @@ def offload_activations(assembly: Assembly, building: Building[object]) -> None:
 
 def offload_blocks(blocks: list[nn.Module], offloader: Offloader) -> None:
     """Replace each block's ``forward`` on the instance. Its parameters keep their names, and hooks stay outside."""
+
+    def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        """Return the modes of a forward and of its recomputation, which offload the products that it saves.
+
+        torch holds them where autograd's hooks do not see them.
+        """
+        products: deque[torch.Tensor | SavedTensor] = deque()
+        return _SaveProducts(offloader, products), _ReturnProducts(offloader, products)
+
     for number, block in enumerate(blocks):
         if isinstance(block.forward, forwards.Checkpointed) and block.forward.keeps:
-            block.forward.keeps = {"context_fn": offloaded_products(offloader)}
+            block.forward.keeps = {"context_fn": contexts}
         block.forward = Offloaded(block, number, offloader)
 
 
@@ -407,20 +402,6 @@ class Offloaded:
             return self.forward(*args, **kwargs)
         with self._offloader.around(self._number, self._block, args, kwargs):
             return self.forward(*args, **kwargs)
-
-
-def offloaded_products(offloader: Offloader) -> forwards.ContextFunction:
-    """Return a ``context_fn`` for torch's checkpoint: modes for the forward and for its recomputation.
-
-    They offload the matmul outputs that selective recomputation saves. torch holds them where autograd's hooks do not
-    see them.
-    """
-
-    def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        products: deque[torch.Tensor | SavedTensor] = deque()
-        return _SaveProducts(offloader, products), _ReturnProducts(offloader, products)
-
-    return contexts
 
 
 class _SaveProducts(TorchDispatchMode, forwards.SavesMatmuls):
@@ -458,6 +439,6 @@ class Offloading(Receipt):
     def after_step(self, engine: Engine) -> dict[str, int]:
         offloader = engine.assembly.find(Offloader)
         if offloader is not None and not self._first:
-            names, counts = ("offloaded_bytes", "offloaded_bytes_at_a_time", "late_bytes"), offloader.counts
-            self._first = dict(zip(names, (counts.sent, counts.most_offloaded, counts.late), strict=True))
+            sent, most, late = offloader.counts.sent, offloader.counts.most_offloaded, offloader.counts.late
+            self._first = {"offloaded_bytes": sent, "offloaded_bytes_at_a_time": most, "late_bytes": late}
         return self._first

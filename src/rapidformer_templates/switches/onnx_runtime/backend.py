@@ -58,23 +58,20 @@ class OnnxBackend:
         began = time.perf_counter()
         self.began = self.began or began
         try:
-            return self._trace(module, inputs)
+            # Attention as products and a softmax: torch's fused kernels have no ONNX. Both graphs are made at once,
+            # so a backward that cannot be exported is found before anything has run.
+            with sdpa_kernel(SDPBackend.MATH), functorch_config.patch(force_non_lazy_backward_lowering=True):
+                return aot_module_simplified(
+                    module,
+                    inputs,
+                    fw_compiler=lambda traced, _: self._make(traced, "forward"),
+                    bw_compiler=lambda traced, _: self._make(traced, "backward"),
+                    inference_compiler=lambda traced, _: self._make(traced, "evaluation"),
+                    partition_fn=partition,
+                    decompositions=onnx_export.decompositions(),
+                )
         finally:
             self.seconds += time.perf_counter() - began
-
-    def _trace(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-        # Attention as products and a softmax: torch's fused kernels have no ONNX. Both graphs are made at once,
-        # so a backward that cannot be exported is found before anything has run.
-        with sdpa_kernel(SDPBackend.MATH), functorch_config.patch(force_non_lazy_backward_lowering=True):
-            return aot_module_simplified(
-                module,
-                inputs,
-                fw_compiler=lambda traced, _: self._make(traced, "forward"),
-                bw_compiler=lambda traced, _: self._make(traced, "backward"),
-                inference_compiler=lambda traced, _: self._make(traced, "evaluation"),
-                partition_fn=partition,
-                decompositions=onnx_export.decompositions(),
-            )
 
     def _make(self, traced: fx.GraphModule, part: str) -> Callable[[list[GraphInput]], list[GraphResult]]:
         onnx_export.take_out_dropout(traced)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rapidformer_templates.planning.checks import ENCODER_DECODER, Given, clash
 from rapidformer_templates.planning.flags import flag
@@ -43,6 +44,7 @@ class OnnxRuntimeFlags:
 
 
 RULES = RuleList()
+_of_adapters = partial(RULES.add, concerns="lora", packages={"peft": "0.17", "onnxruntime": "1.30"})
 
 
 @RULES.add("RF088", "[torch]", "--onnx-runtime-training --task seq2seq_lm")
@@ -106,13 +108,7 @@ def _plain_blocks(request: Request) -> list[Finding]:
     return clash(request, "onnx-runtime", OTHERS_BLOCKS)
 
 
-@RULES.add(
-    "RF143",
-    "[torch]",
-    "--lora-rank 8 --quantize-base int8 --onnx-runtime-training",
-    concerns="lora",
-    packages={"peft": "0.17", "onnxruntime": "1.30"},
-)
+@_of_adapters("RF143", "[torch]", "--lora-rank 8 --quantize-base int8 --onnx-runtime-training")
 def _codes(request: Request) -> list[Finding]:
     """A base in 8 or 4 bits cannot run in ONNX Runtime.
 
@@ -123,13 +119,7 @@ def _codes(request: Request) -> list[Finding]:
     return clash(request, Given("quantize_base", ("int8", "nf4", "int4")), "onnx-runtime", message=message)
 
 
-@RULES.add(
-    "RF144",
-    "[peft, torch]",
-    "--lora-rank 8 --lora-variant dora --onnx-runtime-training",
-    concerns="lora",
-    packages={"peft": "0.17", "onnxruntime": "1.30"},
-)
+@_of_adapters("RF144", "[peft, torch]", "--lora-rank 8 --lora-variant dora --onnx-runtime-training")
 def _measures_weights(request: Request) -> list[Finding]:
     """DoRA cannot run in ONNX Runtime.
 

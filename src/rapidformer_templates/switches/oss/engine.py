@@ -21,27 +21,25 @@ from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.shards import NO_COPIES, Copies, Shard, ShardKind
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.system.workers import broadcast
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.system.workers import Workers, broadcast
 
 
 class _ShardedState(SingleEngine):
     """Optimizer state sharded by whole parameters.
 
     ``optimizer`` is the inner optimizer of OSS. It has the parameters that this rank owns, and their state. A single
-    worker has nothing to shard and uses the plain engine.
+    worker has nothing to shard and gets the plain engine.
     """
 
     _oss: OSS
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self.workers.world > 1
+    def __new__(cls, plan: Plan, workers: Workers, *, clip_grad: float) -> SingleEngine:  # type: ignore[misc]
+        return object.__new__(cls) if workers.world > 1 else SingleEngine(plan, workers, clip_grad=clip_grad)
 
     def _build_optimizer(
         self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, object]]
     ) -> torch.optim.Optimizer:
-        if not self._is_sharded:
-            return super()._build_optimizer(recipe, trainable, differing)
         types = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in trainable})
         if len(types) > 1:
             message = f"OSS needs parameters of one type, this model has {' and '.join(types)}"
@@ -51,57 +49,41 @@ class _ShardedState(SingleEngine):
         return self._oss.optim
 
     def _update(self) -> None:
-        if not self._is_sharded:
-            return super()._update()
         # At the start of a step, OSS copies the options of its groups to the inner groups.
         for oss_group, group in zip(self._oss.param_groups, self.optimizer.param_groups, strict=True):
             oss_group.update({name: value for name, value in group.items() if name != "params"})
         self._oss.step()
-        return None
 
     def _weights_were_set(self) -> None:
-        if self._is_sharded:
-            for owner, groups in enumerate(self._oss.partition_parameters()):
-                for parameter in (p for group in groups for p in group["params"]):
-                    broadcast(parameter.data, source=owner)
+        for owner, groups in enumerate(self._oss.partition_parameters()):
+            for parameter in (p for group in groups for p in group["params"]):
+                broadcast(parameter.data, source=owner)
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
-        is_divided = kind == "optimizer" and self._is_sharded
         for shard in super().shards(kind):
-            yield replace(shard, copies=NO_COPIES) if is_divided else shard
+            yield replace(shard, copies=NO_COPIES) if kind == "optimizer" else shard
 
 
 class OSSEngine(_ShardedState, DDPEngine):
     """DDP with the optimizer state sharded over the workers."""
 
-    def _distribute(self) -> nn.Module:
-        return super()._distribute() if self._is_sharded else self.model
-
-    def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
-        return super().accumulation(last=last) if self._is_sharded else nullcontext()
-
 
 class SDPEngine(_ShardedState):
     """Shards optimizer state and gradients over the workers. Each gradient is summed on its owner."""
 
-    _sdp: SequencedSDP
+    _divides_gradients = True
 
     def _distribute(self) -> nn.Module:
-        if not self._is_sharded:
-            return self.model
         self._sdp = SequencedSDP(self.model, self._oss)
-        self._divides_gradients = True
         return self._sdp
 
     def _gradient_copies(self, shard: Shard) -> Copies:
-        return NO_COPIES if self._is_sharded else super()._gradient_copies(shard)
+        return NO_COPIES
 
     def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last or not self._is_sharded else self._sdp.no_sync()
+        return nullcontext() if last else self._sdp.no_sync()
 
     def _unused_here(self) -> Sequence[int]:
-        if not self._is_sharded or not self._sdp.unreached:
-            return ()
         return [position for position, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]
 
 

@@ -58,9 +58,12 @@ def compile_blocks(assembly: Assembly, building: Building[TorchCompileFlags]) ->
     assert backend is not None  # the switch is active
     if "zero-3" in plan.switches:
         _gather_whole(parts, model)
+    # No graph can contain the random streams of divided layers or sequences, or a ring.
+    shards, draws = assembly.find(ContextSequenceShards), draws_random_numbers(model)
+    divides, rings = shards is not None, shards is not None and shards.kind == "ring"
     for part in parts:
         layers = tensor_layers.local_parameter_layers(part)
-        owner = _owner(part, breaks=_breaks(assembly, divided=bool(layers)))
+        owner = _owner(part, breaks=rings or (draws and (divides or bool(layers))))
         # Blocks share graphs even if their modules have replaced forwards, such as those of divided layers: a graph
         # depends on the identity of an object in place of a forward, but only on the code of a bound method.
         for module in part.modules():
@@ -80,23 +83,17 @@ def _gather_whole(parts: Sequence[nn.Module], model: nn.Module) -> None:
     """
     from deepspeed.utils import set_z3_leaf_module
 
+    where = "--torch-compile with --zero-3-memory-optimization"
     if parts[0] is model:
         message = "a compiled model is gathered block by block, and this one has no repeated blocks"
         hint = "keep the blocks in an nn.ModuleList, or use --zero-2-memory-optimization"
-        raise ModelError(message, where="--torch-compile with --zero-3-memory-optimization", hint=hint)
+        raise ModelError(message, where=where, hint=hint)
     if any(not parameter.requires_grad for part in parts for parameter in part.parameters()):
         message = "blocks are partly frozen, and the backward of their graphs meets parameters that are not gathered"
         hint = "use --zero-2-memory-optimization or --fsdp-memory-optimization, or leave --torch-compile out"
-        raise ModelError(message, where="--torch-compile with --zero-3-memory-optimization", hint=hint)
+        raise ModelError(message, where=where, hint=hint)
     for part in parts:
         set_z3_leaf_module(part, True)
-
-
-def _breaks(assembly: Assembly, *, divided: bool) -> bool:
-    """Whether each block of a model has a part that no graph can contain: separate random streams, or a ring."""
-    shards = assembly.find(ContextSequenceShards)
-    rings = shards is not None and shards.kind == "ring"
-    return rings or ((divided or shards is not None) and draws_random_numbers(assembly.model))
 
 
 def _owner(part: nn.Module, *, breaks: bool) -> Any:

@@ -53,19 +53,10 @@ PARTS = {"cpu_adam": ("CPUAdamBuilder", ("cpu_adam",)), "async_io": ("AsyncIOBui
 """Each part with DeepSpeed's builder and its subfolders."""
 
 
-def prepare(config: RunConfig, plan: Plan) -> None:
-    """Build the parts that the plan needs, before the workers start.
-
-    Raises:
-        PartError: a part is needed and cannot be built.
-    """
-    build_parts(plan)
-
-
-def build_parts(plan: Plan) -> None:
+def prepare(config: RunConfig | None, plan: Plan) -> None:
     """Build the parts that the plan needs, and set DeepSpeed's environment variables. Children inherit the variables.
 
-    Each worker calls it again. If everything is built, it takes a few milliseconds.
+    It runs before the workers start, and again in each worker, where it takes a few milliseconds.
 
     Raises:
         PartError: a part is needed and cannot be built.
@@ -258,15 +249,11 @@ def _clear(lock: Path, say: Callable[[str], None]) -> None:
         say(f"removed a lock that a killed process left: {lock}")
 
 
-def _child(part: str, root: Path) -> None:
-    """Build a part, load it, and write its stamp. Runs in a child process."""
+if __name__ == "__main__":  # the child process: build a part, load it, and write its stamp
+    _, name_of_part, root_folder = sys.argv
     signal.alarm(BUILD_SECONDS)  # ends the build even if the parent process is gone
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().create_op_builder(PARTS[part][0]).load(verbose=False)
+    get_accelerator().create_op_builder(PARTS[name_of_part][0]).load(verbose=False)
     os.sync()  # the library first: a power loss must not leave half of it behind the stamp
-    (root / f"{part}.built").touch()
-
-
-if __name__ == "__main__":
-    _child(sys.argv[1], Path(sys.argv[2]))
+    Path(root_folder, f"{name_of_part}.built").touch()

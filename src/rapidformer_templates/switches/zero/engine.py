@@ -26,7 +26,7 @@ from rapidformer_templates.models.blocks import canonical_name, is_quantized, wi
 from rapidformer_templates.planning.deepspeed_file.settings import LOUD, fill_bucket_sizes
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import state as zero_state
-from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, build_parts, leave_out_shm_comm
+from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, leave_out_shm_comm, prepare
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.replaced_functions import patch_function
 from rapidformer_templates.system.workers import Workers, broadcast, close_group_by, open_group_alone
@@ -138,10 +138,8 @@ class DeepSpeedEngine(SingleEngine):
         self.loss_scale = None  # DeepSpeed has its own, with the same rule
         self.config: dict[str, Any] = dict(plan.engine_options.deepspeed)
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
-        self._derivatives_in_loss = backwards.Derivatives(
-            0, f"ZeRO-{self.zero_stage}"
-        )  # it reduces gradients in any backward
-        build_parts(plan)
+        self._derivatives_in_loss = backwards.Derivatives(0, f"ZeRO-{self.zero_stage}")  # any backward reduces them
+        prepare(None, plan)
         # Connect DeepSpeed to the process group and the device. A single worker gets a new group.
         os.environ["LOCAL_RANK"] = str(workers.local_rank)
         # DeepSpeed calls collectives by names that torch has deprecated.
@@ -150,7 +148,7 @@ class DeepSpeedEngine(SingleEngine):
         logger.setLevel(logging.ERROR)  # messages during the import do not matter to a run
         import deepspeed
 
-        level = logging.INFO if any(self.config.get(name) for name in LOUD) else logging.WARNING
+        level = logging.INFO if any(map(self.config.get, LOUD)) else logging.WARNING
         logger.setLevel(level if workers.is_main else logging.ERROR)
         ask_processor_once()
         if workers.device.type == "cpu":
@@ -165,15 +163,15 @@ class DeepSpeedEngine(SingleEngine):
         self._deepspeed: Any
         self._state: zero_state.ZeroState
 
-    def _config_for(self, width: int) -> dict[str, Any]:
+    def _config_for(self, model: nn.Module) -> dict[str, Any]:
         """Return DeepSpeed's configuration for a model of this width."""
-        sizes = fill_bucket_sizes(self.config["zero_optimization"], width, self.workers.device.type)
+        sizes = fill_bucket_sizes(self.config["zero_optimization"], width_of(model), self.workers.device.type)
         return {**self.config, "zero_optimization": sizes}
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         import deepspeed
 
-        self.config = self._config_for(width_of(model))
+        self.config = self._config_for(model)
         named = trained_parameters(model)
         self._parameters = [p for _, p in named]
         # DeepSpeed cannot put these end to end: several types, complex numbers, and nothing at all.
@@ -201,9 +199,8 @@ class DeepSpeedEngine(SingleEngine):
         self._state.restore_masters(masters)
         self._sequence_check = self._state.sequence_check()
         self.needs_zero_gradients = self.zero_stage == 3
-        self._sequence = backwards.GradientSequence(
-            len(self._parameters), self._state.hook_gradients(self._parameters, self._on_gradient_ready)
-        )
+        send = self._state.hook_gradients(self._parameters, self._on_gradient_ready)
+        self._sequence = backwards.GradientSequence(len(self._parameters), send)
         settings = self._deepspeed._config.zero_config.model_dump().items()
         self.receipts["zero_optimization"] = {key: v for key, v in settings if isinstance(v, (bool, int, float))}
 
@@ -212,7 +209,7 @@ class DeepSpeedEngine(SingleEngine):
         import deepspeed
 
         model.requires_grad_(False).eval()
-        config = self._config_for(width_of(model))
+        config = self._config_for(model)
         settings = {name: value for name, value in config.items() if name not in ("optimizer", "scheduler")}
         self._convert(model, settings)
         if self.zero_stage < 3:
@@ -263,9 +260,8 @@ class DeepSpeedEngine(SingleEngine):
             used = set(map(id, backwards.reached_parameters(loss)))
             self._sequence_check.forward_done(self._names(p for p in self._parameters if id(p) not in used))
         self._sequence.begin()
-        self._deepspeed.backward(
-            backwards.with_unused_parameters(loss, (), then=self._sequence.finish), scale_wrt_gas=False
-        )
+        loss = backwards.with_unused_parameters(loss, (), then=self._sequence.finish)
+        self._deepspeed.backward(loss, scale_wrt_gas=False)
 
     def _on_gradient_ready(self, index: int) -> None:
         if self._parameters[index].grad is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -69,7 +69,10 @@ class ZeroState(ABC):
 
     Attributes:
         fragments: the fragments of each flat partition, in its order.
+        hook: DeepSpeed's method that reduces a gradient.
     """
+
+    hook: ClassVar[str]
 
     def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
         self.optimizer = optimizer
@@ -78,7 +81,12 @@ class ZeroState(ABC):
         self.names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
         self.fragments: list[list[Fragment]] = []
 
-    # Methods that differ between the stages.
+    # What differs between the stages.
+
+    @property
+    @abstractmethod
+    def masters(self) -> list[Any]:
+        """The flat partitions. Those on a disk are empty."""
 
     @abstractmethod
     def partition(self, index: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
@@ -100,18 +108,13 @@ class ZeroState(ABC):
     def _gather_trained(self, parameter: Any) -> torch.Tensor:
         """Gather a trained parameter in fp32. This is a collective operation."""
 
-    @contextmanager
-    def _gather_unpartitioned(self, tensor: torch.Tensor, *, write: bool = False) -> Iterator[torch.Tensor]:
+    def _gather_unpartitioned(self, tensor: Any, *, write: bool = False) -> AbstractContextManager[torch.Tensor]:
         """Gather a tensor that is in no partition: a frozen parameter or a buffer."""
-        yield tensor
+        return nullcontext(tensor)
 
     @abstractmethod
-    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
-        """Replace DeepSpeed's gradient hooks. They call ``on_ready`` with the index of each parameter with a gradient.
-
-        Returns:
-            A function that runs DeepSpeed's original hook for an index, with a zero gradient if there is none.
-        """
+    def _reduce(self, parameter: Any, reduce: Callable[..., None]) -> None:
+        """Let DeepSpeed's hook reduce the gradient of a parameter, or a zero gradient if there is none."""
 
     def sequence_check(self) -> ForwardSequenceCheck | None:
         """Return the module sequence that every micro batch must follow, or None if no parameters are gathered."""
@@ -124,25 +127,31 @@ class ZeroState(ABC):
     def drop_gradients(self) -> None:
         """Forget the gradients of backwards without an update, as DeepSpeed does if they overflow."""
 
-    @abstractmethod
-    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors that this rank holds: see :meth:`Engine.local_tensors`."""
-
     # Methods that all stages share.
 
-    def _state_tensors(self) -> list[torch.Tensor]:
-        entries = self.optimizer.optimizer.state.values()
-        return [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
+    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
+        """Replace DeepSpeed's gradient hooks. They call ``on_ready`` with the index of each parameter with a gradient.
 
-    def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of the model and of the masters, and the gradients reduced to this rank's share."""
-        shares = [part for part in self.optimizer.averaged_gradients.values() if part is not None]
-        of_model = [t for p in self.model.parameters() for t in (p.grad, getattr(p, "grad_accum", None))]
-        return [t for t in [*tree_leaves(shares), *of_model] if isinstance(t, torch.Tensor)]
+        Returns:
+            A function that runs DeepSpeed's original hook for an index, with a zero gradient if there is none.
+        """
+        reduce = getattr(self.optimizer, self.hook)
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        setattr(self.optimizer, self.hook, lambda parameter, *_: on_ready(indices[id(parameter)]))
+        return lambda index: self._reduce(parameters[index], reduce)
 
-    def _buckets(self) -> list[torch.Tensor]:
-        buffers = [bucket.buffer for bucket in self.optimizer.ipg_buckets.values()]
-        return [t for t in tree_leaves(buffers) if isinstance(t, torch.Tensor)]
+    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors that this rank holds: see :meth:`Engine.local_tensors`."""
+        optimizer, parameters, masters = self.optimizer, list(self.model.parameters()), list(self.masters)
+        of_model = [(p.grad, getattr(p, "grad_accum", None)) for p in parameters]
+        reduced = [*optimizer.averaged_gradients.values(), getattr(optimizer, "grad_partitions_flat_buffer", None)]
+        found = {
+            "parameters": [*parameters, [vars(p).get("ds_tensor") for p in parameters]],
+            "gradients": [of_model, reduced, [master.grad for master in masters]],
+            "optimizer": [*masters, [list(entry.values()) for entry in optimizer.optimizer.state.values()]],
+            "buckets": [bucket.buffer for bucket in optimizer.ipg_buckets.values()],
+        }
+        return {kind: [t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for kind, each in found.items()}
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
         """Yield this rank's part of all ``weights``, of the ``optimizer`` state or of the ``gradients``."""
@@ -154,7 +163,7 @@ class ZeroState(ABC):
             return
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=False) as flat:
-                state = self._optimizer_state(flat)
+                state = dict(self.optimizer.optimizer.state.get(flat, {}))
                 state |= states.group_entries(self.optimizer.optimizer, self._group(index), state)
                 for fragment in fragments:
                     if kind == "weights":
@@ -176,9 +185,6 @@ class ZeroState(ABC):
                 exact = key.startswith(states.PREFIX)
                 count = torch.as_tensor(value).to(None if exact else torch.float32, copy=True)
                 yield whole_shard(f"{fragment.name}/{key}", count)
-
-    def _optimizer_state(self, flat: torch.Tensor) -> dict[str, Any]:
-        return dict(self.optimizer.optimizer.state.get(flat, {}))
 
     def _unpartitioned_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the frozen parameters and persistent buffers."""
@@ -222,7 +228,7 @@ class ZeroState(ABC):
 
     def _read_state(self, flat: torch.Tensor, fragments: list[Fragment], reader: StateReader) -> dict[str, Any]:
         """Read the optimizer state of a flat partition. Existing tensors are overwritten in place."""
-        saved, state = reader.names("optimizer"), self._optimizer_state(flat)
+        saved, state = reader.names("optimizer"), dict(self.optimizer.optimizer.state.get(flat, {}))
         names, weights = {f.name for f in fragments}, reader.names("weights")
         parts = {entry: entry.rpartition("/") for entry in saved}
         keys = {key for name, _, key in parts.values() if name in names}
@@ -250,12 +256,8 @@ class ZeroState(ABC):
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole weight) on the host of rank 0. Other ranks only take part in the gathering."""
         for name, tensor in named_tensors(self.assembly).items():
-            if tensor.requires_grad:
-                whole = self._gather_trained(tensor)
-                if self.workers.is_main:
-                    yield name, whole.detach().cpu()
-                continue
-            with self._gather_unpartitioned(tensor) as whole:
+            trained = tensor.requires_grad
+            with nullcontext(self._gather_trained(tensor)) if trained else self._gather_unpartitioned(tensor) as whole:
                 if self.workers.is_main:
                     yield name, whole.detach().cpu()
 
@@ -263,8 +265,11 @@ class ZeroState(ABC):
 class FlatGroups(ZeroState):
     """ZeRO-1 and ZeRO-2: each group of parameters is flattened and divided into one part per worker."""
 
+    hook = "process_gradients"
+
     def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
         super().__init__(optimizer, assembly, workers)
+        self._group_of = {id(p): number for number, group in enumerate(optimizer.bit16_groups) for p in group}
         for group in optimizer.bit16_groups:
             mapped = [(p, p._hp_mapping) for p in group if p._hp_mapping is not None]
             parts = [(p, m.lp_fragment_address, m.hp_fragment_address.start) for p, m in mapped]
@@ -272,9 +277,12 @@ class FlatGroups(ZeroState):
                 [Fragment(self.names[id(p)], tuple(p.shape), at.start, at.numel, offset) for p, at, offset in parts]
             )
 
-    @contextmanager
-    def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
-        yield self.optimizer.single_partition_of_fp32_groups[index]
+    @property
+    def masters(self) -> list[Any]:
+        return self.optimizer.single_partition_of_fp32_groups
+
+    def partition(self, index: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
+        return nullcontext(self.masters[index])
 
     def _group(self, index: int) -> int:
         return index
@@ -282,7 +290,7 @@ class FlatGroups(ZeroState):
     def _gradients_of(self, index: int) -> Mapping[str, torch.Tensor]:
         if self.optimizer.cpu_offload:
             accelerator.synchronize(self.workers.device)  # the copies to the host may still run
-            flat = self.optimizer.single_partition_of_fp32_groups[index].grad
+            flat = self.masters[index].grad
             return {fragment.name: fragment.of(flat) for fragment in self.fragments[index]}
         # Put end to end, these tensors and their padding have the layout of the flat partition.
         gradients = self.optimizer.averaged_gradients[index]
@@ -305,28 +313,10 @@ class FlatGroups(ZeroState):
     def _copy_to_model(self) -> None:
         self.optimizer.update_lp_params()
 
-    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
-        process = self.optimizer.process_gradients
-        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        groups = {id(p): number for number, group in enumerate(self.optimizer.bit16_groups) for p in group}
-        self.optimizer.process_gradients = lambda parameter, group: on_ready(indices[id(parameter)])
-
-        def send(index: int) -> None:
-            parameter = parameters[index]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            process(parameter, groups[id(parameter)])
-
-        return send
-
-    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
-        masters = self.optimizer.single_partition_of_fp32_groups
-        return {
-            "parameters": list(self.model.parameters()),
-            "gradients": [*self._gradients(), *(m.grad for m in masters if m.grad is not None)],
-            "optimizer": [*masters, *self._state_tensors()],
-            "buckets": self._buckets(),
-        }
+    def _reduce(self, parameter: Any, reduce: Callable[..., None]) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        reduce(parameter, self._group_of[id(parameter)])
 
     def _gather_trained(self, parameter: Any) -> torch.Tensor:
         return parameter.get_full_hp_param()
@@ -334,6 +324,8 @@ class FlatGroups(ZeroState):
 
 class PartitionedParameters(ZeroState):
     """ZeRO-3: each flattened parameter is divided into one part per worker. A part may be stored on a disk."""
+
+    hook = "reduce_ready_partitions_and_remove_grads"
 
     def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
         super().__init__(optimizer, assembly, workers)
@@ -350,6 +342,10 @@ class PartitionedParameters(ZeroState):
                 offset += size
             self.fragments.append(fragments)
 
+    @property
+    def masters(self) -> list[Any]:
+        return self.optimizer.fp32_partitioned_groups_flat
+
     @contextmanager
     def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
         optimizer = self.optimizer
@@ -357,7 +353,7 @@ class PartitionedParameters(ZeroState):
         if on_disk:
             optimizer._optimizer_states_and_gradient_swap_in(index)
         try:
-            yield optimizer.fp32_partitioned_groups_flat[index]
+            yield self.masters[index]
             if write:
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
         finally:
@@ -394,17 +390,6 @@ class PartitionedParameters(ZeroState):
         for shard in super().shards(kind):  # the next partition from the disk reuses this memory
             yield replace(shard, values=shard.values.clone())
 
-    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
-        masters = self.optimizer.fp32_partitioned_groups_flat
-        shares = [p.__dict__["ds_tensor"] for p in self.model.parameters()]
-        return {
-            "parameters": [*self.model.parameters(), *shares],
-            "gradients": [*self._gradients(), self.optimizer.grad_partitions_flat_buffer]
-            + [m.grad for m in masters if m.grad is not None],
-            "optimizer": [*masters, *self._state_tensors()],
-            "buckets": self._buckets(),
-        }
-
     def _copy_to_model(self) -> None:
         kept_whole = self.optimizer.persistent_parameters
         self.optimizer.parameter_offload.partition_all_parameters()  # a forward may have left old values whole
@@ -412,23 +397,15 @@ class PartitionedParameters(ZeroState):
             kept_whole[0].partition(kept_whole, has_been_updated=False)
             kept_whole[0].all_gather(kept_whole)
 
-    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
-        process = self.optimizer.reduce_ready_partitions_and_remove_grads
-        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: on_ready(indices[id(parameter)])
-
-        def send(index: int) -> None:
-            parameter = parameters[index]
-            if parameter.grad is not None:
-                process(parameter)
-                return
-            share = parameter.data
-            parameter.data = share.new_zeros(parameter.ds_shape)  # a gradient must have the size of its parameter
-            parameter.grad = parameter.data.clone()
-            process(parameter)
-            parameter.data = share
-
-        return send
+    def _reduce(self, parameter: Any, reduce: Callable[..., None]) -> None:
+        if parameter.grad is not None:
+            reduce(parameter)
+            return
+        share = parameter.data
+        parameter.data = share.new_zeros(parameter.ds_shape)  # a gradient must have the size of its parameter
+        parameter.grad = parameter.data.clone()
+        reduce(parameter)
+        parameter.data = share
 
     def sequence_check(self) -> ForwardSequenceCheck | None:
         if self.workers.world == 1:
