@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
-from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.loss import HookCount, Recorder, differs, weighted_loss, wrong_count_error
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.system.accelerator import HostCopy
@@ -32,6 +31,28 @@ T = TypeVar("T")
 
 MAX_STEPS_IN_FLIGHT = 1
 """Number of unread steps when a new one starts. This keeps the device busy."""
+
+ComputeLoss = Callable[[Any, Batch], Any]
+"""The user's hook. It returns the mean loss of the batch, (sum of losses, number of targets) or (mean, output)."""
+
+
+@dataclass
+class StepResult:
+    """The result of an optimizer step, the same on every rank.
+
+    Attributes:
+        loss: mean over the targets of the global batch, a scalar tensor.
+        grad_norm: global norm of the gradient of that loss, before clipping.
+        skipped: whether the update was skipped because the scaled gradient overflowed (fp16).
+        measured: further values for the metrics, such as the model's auxiliary losses.
+
+    On a GPU these values are computed asynchronously. Reading one waits for the device.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    skipped: bool | torch.Tensor = False
+    measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Step:

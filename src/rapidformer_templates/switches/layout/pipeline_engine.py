@@ -17,12 +17,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.forwards import checkpointed_forward
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.engines.step import Step, seed_forward
+from rapidformer_templates.engines.step import ComputeLoss, Step, seed_forward
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.switches.layout.pipeline import StageRunner
 from rapidformer_templates.switches.layout.schedule import LEAVING, Action, Kind, with_transfers
