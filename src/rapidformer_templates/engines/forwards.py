@@ -1,4 +1,4 @@
-"""Forwards that recompute activations in the backward, and forwards without side effects on the model or the run."""
+"""Forwards with a backward of their own, that recompute activations in the backward, and without side effects."""
 
 from __future__ import annotations
 
@@ -28,6 +28,23 @@ ContextFunction = Callable[[], tuple[AbstractContextManager[object], AbstractCon
 """Makes the contexts of a forward and of its recomputation, for torch's ``checkpoint``."""
 
 _KEEP_PRODUCTS = {"context_fn": functools.partial(create_selective_checkpoint_contexts, list(PRODUCTS))}
+
+
+class _Operation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., object], backward: Callable[..., object], *inputs: object) -> object:
+        ctx.gradients_of = backward
+        return forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[object, ...]:
+        of_inputs = ctx.gradients_of(*gradients)
+        return None, None, *(of_inputs if isinstance(of_inputs, tuple) else (of_inputs,))
+
+
+def differentiable(forward: Callable[..., torch.Tensor], backward: Callable[..., Any], *inputs: Any) -> torch.Tensor:
+    """Return ``forward(*inputs)``. The gradients of the inputs are ``backward`` of the gradient of the result."""
+    return _Operation.apply(forward, backward, *inputs)
 
 
 class Checkpointed:

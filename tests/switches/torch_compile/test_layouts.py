@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch._dynamo
 
-from rapidformer_templates.switches.layout import collectives
-from rapidformer_templates.switches.layout.collectives import copy_all_to_region
+from rapidformer_templates.engines import collectives
+from rapidformer_templates.engines.collectives import copy_all_to_region
 from tests.support import parity
 from tests.support.compiled_jobs import train_exactly
 from tests.support.messages import Says

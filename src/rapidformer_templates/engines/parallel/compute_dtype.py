@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+
+from rapidformer_templates.engines.forwards import differentiable
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -74,35 +76,20 @@ def sum_rows_in_fp32(model: nn.Module) -> None:
 
 
 def _look_up_rows(
-    module: nn.Module, inputs: tuple[object, ...], named: dict[str, object], output: torch.Tensor
+    module: nn.Embedding, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor
 ) -> torch.Tensor:
     if not output.requires_grad:
         return output
-    places = inputs[0] if inputs else named["input"]
-    rows: torch.Tensor = _EmbeddingRows.apply(module.weight, places, module.padding_idx)
-    return rows
+    places, table, padding = inputs[0] if inputs else named["input"], module.weight, module.padding_idx
+    shape, dtype = table.shape, table.dtype
 
-
-class _RowsContext(FunctionCtx):
-    saved_tensors: tuple[torch.Tensor]
-    table: tuple[torch.Size, torch.dtype]
-    padding: int | None
-
-
-class _EmbeddingRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _RowsContext, table: torch.Tensor, places: torch.Tensor, padding: int | None) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.table, ctx.padding = (table.shape, table.dtype), padding
-        return functional.embedding(places, table)
-
-    @staticmethod
-    def backward(ctx: _RowsContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (places,), (shape, dtype) = ctx.saved_tensors, ctx.table
+    def backward(gradient: torch.Tensor) -> torch.Tensor:
         rows, numbers = places.flatten().unique(return_inverse=True)  # most tables have more rows than a batch uses
-        sums = torch.zeros(len(rows), shape[1]).index_add_(0, numbers, gradients[0].flatten(0, -2).float())
-        if ctx.padding is not None:
-            sums[rows == ctx.padding] = 0
+        sums = torch.zeros(len(rows), shape[1]).index_add_(0, numbers, gradient.flatten(0, -2).float())
+        if padding is not None:
+            sums[rows == padding] = 0
         whole = torch.zeros(shape, dtype=dtype)
         whole[rows] = sums.to(dtype)
-        return whole, None, None
+        return whole
+
+    return differentiable(lambda table: functional.embedding(places, table), backward, table)

@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.collectives import Peers
 from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import BlockArguments, BlockOutput, hidden_of, with_hidden
 from rapidformer_templates.models.label_use import can_be_tried, in_evaluation
-from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.context_attention import OTHER_WAYS, attend_over_context, check_attention
 from rapidformer_templates.switches.layout.divided_tensors import OnRows
 from rapidformer_templates.switches.layout.pipeline import LeaveStage

@@ -30,8 +30,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rapidformer_templates.engines.collectives import Peers, all_to_all
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.layout.collectives import Peers, all_to_all
 from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards, TokenIntervals
 
 SUFFIX = "_over_context"
@@ -444,10 +444,11 @@ def _rotate(peers: Peers, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int
 
 def _send_to_next(peers: Peers, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start to send a tensor to the next worker. Return a function that waits for that of the previous worker."""
-    to, origin = (dist.get_global_rank(peers.group, (peers.rank + by) % peers.size) for by in (1, -1))
-    incoming = torch.empty_like(tensor)
-    operations = [(dist.isend, tensor, to), (dist.irecv, incoming, origin)]
-    works = dist.batch_isend_irecv([dist.P2POp(*operation, group=peers.group) for operation in operations])
+    incoming, after, before = torch.empty_like(tensor), (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+    operations = [(dist.isend, tensor, after), (dist.irecv, incoming, before)]
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(operation, of, group=peers.group, group_peer=peer) for operation, of, peer in operations]
+    )
 
     def wait(sent: torch.Tensor = tensor) -> torch.Tensor:  # what is sent must stay alive until then
         for work in works:

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from rapidformer_templates.engines.collectives import Peers, all_reduce, all_reduce_both_ways, gather
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models import divided_tensor
-from rapidformer_templates.switches.layout.collectives import Peers, all_reduce, all_reduce_both_ways, gather
 from rapidformer_templates.system import accelerator
 
 

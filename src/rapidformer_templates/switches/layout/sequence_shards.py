@@ -30,8 +30,8 @@ from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
+from rapidformer_templates.engines.collectives import Peers, gather, scatter
 from rapidformer_templates.models.blocks import BlockArguments, BlockOutput, hidden_of, with_hidden
-from rapidformer_templates.switches.layout.collectives import Peers, gather, scatter
 from rapidformer_templates.switches.layout.divided_tensors import DividedRows
 from rapidformer_templates.system import accelerator
 

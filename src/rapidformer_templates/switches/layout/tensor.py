@@ -15,13 +15,13 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.boxes import Parts
+from rapidformer_templates.engines.collectives import Peers
 from rapidformer_templates.engines.construction import ModelUnderConstruction, take_part
 from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.engines.shards import as_dtensor
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.layout import tensor_layers, tensor_plan
 from rapidformer_templates.switches.layout import tensor_styles as tensor_styles
-from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.sequence_shards import (
     OnWholeSequence,
     SequenceShards,

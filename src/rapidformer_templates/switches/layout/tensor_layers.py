@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from rapidformer_templates.switches.layout import collectives
+from rapidformer_templates.engines import collectives
 from rapidformer_templates.switches.layout.divided_tensors import DividedLogits, DividedVocabularyShard, check_inside
 from rapidformer_templates.switches.layout.sequence_shards import DIM, SequenceShards, Streams, first_argument
 
