@@ -22,7 +22,7 @@ from rapidformer_templates.engines import backwards, optimizer_state
 from rapidformer_templates.engines import shards as sharding
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.construction import ModelUnderConstruction
-from rapidformer_templates.engines.current_batch import mask_answers, rows_of, watch_positions
+from rapidformer_templates.engines.current_batch import rows_of, watch_positions
 from rapidformer_templates.engines.forwards import preserve_state, restored_buffers
 from rapidformer_templates.engines.gather_on_use import divided_construction
 from rapidformer_templates.engines.loss import Recorder, loss_and_count
@@ -356,17 +356,16 @@ class SingleEngine:
         batch = to_device(microbatch.batch, self.workers.device)
         # An idle batch repeats samples, so batch norm must not count them a second time.
         buffers = restored_buffers(self.model) if microbatch.idle else nullcontext()
-        answers = self._answers(microbatch, batch)
-        with self.precision(), rows_of(microbatch, batch), answers, buffers, self._checked_backwards():
+        with self._computing(microbatch, batch), buffers:
             yield Recorder(self._callable) if microbatch.idle or microbatch.targets == 0 else self._callable, batch
 
-    def _answers(self, microbatch: MicroBatch, batch: Batch) -> AbstractContextManager[None]:
-        """Context for a forward. If the host runs ahead, the model must not wait for the device either."""
-        return mask_answers(microbatch, batch) if self.monitor else nullcontext()
-
-    def _checked_backwards(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _computing(self, microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
+        """Context for a loss. If the host runs ahead, the model must not wait for the device either."""
+        rows = rows_of(microbatch, batch, answers=self.monitor is not None)
         limit = min(self._derivatives_in_loss, self.assembly.derivatives_in_loss)
-        return backwards.checked_backwards(self._parameters_in_graph, limit)
+        with self.precision(), rows, backwards.checked_backwards(self._parameters_in_graph, limit):
+            yield
 
     @final
     def check_loss(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
@@ -456,8 +455,7 @@ class SingleEngine:
         """
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
-        answers = self._answers(microbatch, batch)
-        with self.precision(), rows_of(microbatch, batch), answers, self._checked_backwards():
+        with self._computing(microbatch, batch):
             loss, count = loss_and_count((compute_loss or self.compute_loss)(recorder, batch))
         if microbatch.idle or microbatch.targets == 0:
             return torch.zeros(()), recorder.output
