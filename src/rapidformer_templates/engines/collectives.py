@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from rapidformer_templates.engines.current_batch import note_gathered
 from rapidformer_templates.engines.forwards import differentiable, matmuls_are_saved
@@ -67,7 +68,7 @@ class Peers:
     def gather(self, shard: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         """Gather the shares of all workers to the whole tensor, which has ``length`` along ``dim``."""
         step = -(-length // self.size)
-        shard = _padded(shard, dim, step).movedim(dim, 0).contiguous()
+        shard = padded(shard, dim, step).movedim(dim, 0).contiguous()
         whole = shard.new_empty(step * self.size, *shard.shape[1:])
         processes.all_gather(whole, shard, group=self.group)
         return whole[:length].movedim(0, dim).contiguous()
@@ -77,7 +78,7 @@ class Peers:
         kind = partial.dtype
         if partial.is_cpu and kind in (torch.float16, torch.bfloat16):
             partial = partial.float()  # gloo reduce-scatters 32 and 64 bits only
-        partial = _padded(partial, dim, step * self.size).movedim(dim, 0).contiguous()
+        partial = padded(partial, dim, step * self.size).movedim(dim, 0).contiguous()
         share = partial.new_empty(step, *partial.shape[1:])
         processes.reduce_scatter(share, partial, group=self.group)
         return share.to(kind).movedim(0, dim).contiguous()
@@ -86,7 +87,7 @@ class Peers:
         """Return this worker's share of a whole tensor, padded with zeros to the length ``step`` if that is given."""
         begin, end = self.share(whole.shape[dim])
         share = whole.narrow(dim, begin, end - begin)
-        return (share if step is None else _padded(share, dim, step)).contiguous()
+        return (share if step is None else padded(share, dim, step)).contiguous()
 
     def all_to_all(self, x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
         """Send each worker its part of ``x`` along ``split_dim``, and join the received ones along ``concat_dim``."""
@@ -96,13 +97,10 @@ class Peers:
         return torch.cat(received.unbind(), concat_dim)
 
 
-def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Return a tensor with zeros up to ``length`` along ``dim``. It is not copied if it has this length."""
     missing = length - tensor.shape[dim]
-    if missing == 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    return nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
 
 
 class _CopyAllToRegion(torch.autograd.Function):
@@ -224,7 +222,7 @@ def gather_rows(rows: torch.Tensor, workers: Workers) -> torch.Tensor:
     own_number = torch.tensor([len(rows) if note_gathered() else -len(rows)])
     processes.all_gather(numbers, own_number, group=peers.group)
     step = int(numbers.abs().max())
-    whole = gather(_padded(rows, 0, step), peers, 0, step * peers.size, partial=True)
+    whole = gather(padded(rows, 0, step), peers, 0, step * peers.size, partial=True)
     # An empty part, too, belongs to the graph: the backward of every worker must take part in the exchange.
     others = [whole[rank * step :][: max(int(numbers[rank]), 0)] for rank in range(peers.size) if rank != peers.rank]
     return torch.cat([rows, *others])

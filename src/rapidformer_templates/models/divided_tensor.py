@@ -71,16 +71,6 @@ class DividedTensor(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def handles(cls, *functions: TorchFunction) -> Callable[[Handler], Handler]:
-        """Register a handler for torch functions."""
-
-        def register(handler: Handler) -> Handler:
-            cls.handlers.update(dict.fromkeys(functions, handler))
-            return handler
-
-        return register
-
-    @classmethod
     def __torch_function__(
         cls,
         function: TorchFunction,

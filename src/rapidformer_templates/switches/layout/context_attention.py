@@ -30,7 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rapidformer_templates.engines.collectives import Peers, all_to_all
+from rapidformer_templates.engines.collectives import Peers, all_to_all, padded
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards, TokenIntervals
 
@@ -119,9 +119,7 @@ def attention(
         key, value = (x.repeat_interleave(repeats, HEADS) for x in (key, value))
     whole = [all_to_all(x, peers, split_dim=HEADS, concat_dim=TOKENS)[:, :, :length] for x in (query, key, value)]
     output, others = within(_RepeatedHeads(module, repeats), *whole, attention_mask, *args, **kwargs)
-    missing = query.shape[TOKENS] * peers.size - length
-    if missing:
-        output = nn.functional.pad(output, (0, 0, 0, 0, 0, missing))
+    output = padded(output, 1, query.shape[TOKENS] * peers.size)
     return all_to_all(output, peers, split_dim=1, concat_dim=2), others
 
 
