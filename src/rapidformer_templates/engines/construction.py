@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rapidformer_templates.engines.boxes import PartExchange, Parts, exchanges_of, local_values, starts_in_file
+from rapidformer_templates.engines.boxes import PartExchange, Parts, exchanges_of, starts_in_file
 from rapidformer_templates.models.weight_files import FileTensor, join
 from rapidformer_templates.system.workers import broadcast
 
@@ -294,7 +294,7 @@ class ModelUnderConstruction:
             if storage is None:
                 return None
             if storage.is_whole:
-                return local_values(tensor, parts.placements, parts.sizes, parts.ranks[self.rank])
+                return parts.take(tensor, self.rank)
             shape = tuple(tensor.shape)
             part = torch.empty(parts.index(shape, self.rank).local, dtype=tensor.dtype)
             if storage.source is not None:
@@ -551,7 +551,7 @@ def take_part(
     whole = tensor.detach().to(device)
     if not is_synchronized and dist.is_initialized() and dist.get_world_size(group) > 1:
         broadcast(whole, group=group)
-    return local_values(whole, parts.placements, parts.sizes, parts.ranks[worker])
+    return parts.take(whole, worker)
 
 
 def _packed(values: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rapidformer_templates.engines.boxes import local_boxes
+from rapidformer_templates.engines.boxes import Index
 from rapidformer_templates.errors import DataError
 from tests.support.made import Made
 from tests.support.selection import by_default, selected
@@ -40,7 +40,7 @@ def _tied_and_sharded(workers: Any) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         local = parameter.to_local()
-        for box in local_boxes(parameter):
+        for box in Index.of(parameter).boxes:
             torch.testing.assert_close(local[box.local], whole[name][box.whole], rtol=0, atol=0)
         parts[name] = (local.numel(), whole[name].numel())
     return {"tied": model.lm_head.weight is model.transformer.wte.weight, "parts": parts, "dims": shard_dims(plain)}
