@@ -559,6 +559,7 @@ class DDPEngine(SingleEngine):
     """
 
     _unused: Sequence[int] = ()
+    _exchanges = True  # whether this is the last micro batch of a step, in which gradients are exchanged
 
     def _distribute(self) -> nn.Module:
         device = self.workers.device
@@ -582,13 +583,8 @@ class DDPEngine(SingleEngine):
         unchanged.set_result(bucket.buffer())
         return unchanged
 
-    @property
-    def _exchanges(self) -> bool:
-        """Whether this is the last micro batch of a step, in which gradients are exchanged."""
-        exchanges: bool = self._callable.require_backward_grad_sync  # type: ignore[assignment]
-        return exchanges
-
     def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
+        self._exchanges = last
         if last or not isinstance(self._callable, DistributedDataParallel):
             return nullcontext()
         return self._callable.no_sync()

@@ -207,13 +207,7 @@ class _Smoothing(TorchFunctionMode):
         self.share = share
         self.acted = False
 
-    def __torch_function__(
-        self,
-        function: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         arguments = dict(kwargs or {})
         if function is functional.cross_entropy:
             arguments["label_smoothing"] = self.share
