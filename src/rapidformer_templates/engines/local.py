@@ -182,9 +182,8 @@ class SingleEngine:
     @property
     def update_rule(self) -> type[torch.optim.Optimizer]:
         """The optimizer class that computes the updates, regardless of where its state is stored."""
-        return type(
-            self.optimizer.inner if isinstance(self.optimizer, optimizer_state.HostOptimizer) else self.optimizer
-        )
+        optimizer = self.optimizer
+        return type(optimizer.inner if isinstance(optimizer, optimizer_state.HostOptimizer) else optimizer)
 
     def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         """Context for the forward and backward of a micro batch. The last one exchanges gradients."""

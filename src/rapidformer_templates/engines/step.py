@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -152,12 +151,10 @@ class Step:
     def __enter__(self) -> Step:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         try:
             while self._contexts:
-                self._contexts.pop().__exit__(kind, error, trace)
+                self._contexts.pop().__exit__(*error)
         finally:
             if self.result is None:
                 self._engine.drop()
@@ -243,7 +240,6 @@ def _not_finite(losses: _Losses) -> list[int]:
     return sorted({sample for loss, samples in losses if not torch.isfinite(loss) for sample in samples})
 
 
-@dataclass
 class StepMonitor:
     """Steps whose results the device has and the host has not read yet.
 
@@ -255,11 +251,9 @@ class StepMonitor:
         hook_counts: counts of the hook in this step's micro batches so far. They are compared on the device.
     """
 
-    device: torch.device
-    hook_counts: list[HookCount] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._ended = torch.zeros((), dtype=torch.bool, device=self.device)
+    def __init__(self, device: torch.device) -> None:
+        self.hook_counts: list[HookCount] = []
+        self._ended = torch.zeros((), dtype=torch.bool, device=device)
         # For each step: its number, the values on the device, the micro batches of the hook's counts, and the losses.
         self._unread: deque[tuple[int, HostCopy, list[MicroBatch], _Losses]] = deque()
         self._started = 0

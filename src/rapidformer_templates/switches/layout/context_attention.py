@@ -201,6 +201,16 @@ class AttentionMask:
     causal: bool
     scale: float
 
+    def between(self, rows: tuple[int, int], columns: tuple[int, int], value: torch.Tensor) -> torch.Tensor | None:
+        """Return the mask between two ranges of tokens, for these values. None if nothing is masked."""
+        if self.mask is not None:
+            part = self.mask[..., slice(*rows), slice(*columns)]
+            return part.unsqueeze(2) if part.shape[1] == 1 else _by_keys(part, value)
+        if not self.causal or columns[1] <= rows[0] + 1:
+            return None
+        row, column = (torch.arange(*bounds, device=value.device) for bounds in (rows, columns))
+        return row[:, None] >= column[None]
+
 
 @torch.compiler.disable(reason="what goes round in a ring is on its way while scores are computed")
 def ring_attention(
@@ -399,29 +409,9 @@ def _blocks(
                 high = min(low + step, end)
                 if causal and first >= high:
                     continue
-                mask = _mask(query, value, attention_mask, (low, high), (first, last))
+                mask = attention_mask.between((low, high), (first, last), value)
                 queries = slice(query_offset + low - begin, query_offset + high - begin)
                 yield _Ranges(queries, keys, _Scores(scale, mask))
-
-
-def _mask(
-    query: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: AttentionMask,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
-) -> torch.Tensor | None:
-    """Return the mask between two ranges of tokens, or None if nothing is masked."""
-    if attention_mask.mask is not None:
-        part = attention_mask.mask[..., slice(*rows), slice(*columns)]
-        if part.shape[1] == 1:
-            return part.unsqueeze(2)
-        return _by_keys(part, value)
-    if not attention_mask.causal or columns[1] <= rows[0] + 1:
-        return None
-    places = (torch.arange(*bounds, device=query.device) for bounds in (rows, columns))
-    row, column = places
-    return row[:, None] >= column[None]
 
 
 def _rotate(peers: Peers, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:

@@ -63,9 +63,8 @@ def divide_experts(assembly: Assembly, building: Building[object]) -> None:
         layer.set_submodule("experts", DividedExperts(layer.experts, dispatcher))
     if native:
         assert isinstance(model, PreTrainedModel)
-        implementation = (
-            f"{mixture.IMPLEMENTATION}_{next(_numbers)}"  # another model of this process has another dispatcher
-        )
+        # Another model of this process has another dispatcher.
+        implementation = f"{mixture.IMPLEMENTATION}_{next(_numbers)}"
         divided = partial(mixture.grouped_experts, dispatch=dispatcher.run, share=share)
         ALL_EXPERTS_FUNCTIONS.register(implementation, divided)
         model.set_experts_implementation(implementation)

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.shards import named_tensors
@@ -255,8 +257,9 @@ class StageRunner:
         self._hidden: torch.Tensor | None = None
         self._entered = 0
         self._missing = placement.blocks_in_all - len(self.parts[-1])
-        if len(self.parts) > 1:
-            _capture_outputs(model)  # while the model still has all blocks
+        if len(self.parts) > 1:  # later, transformers would install its hooks for hidden states in some blocks only
+            for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+                maybe_install_capturing_hooks(module)
         for block in self._blocks.values():
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             block.register_forward_hook(self._leave_stage)
@@ -340,15 +343,3 @@ class StageRunner:
             if self._first is not None and isinstance(states, tuple) and states:
                 output[name] = (None,) * self._missing + states
         return output
-
-
-def _capture_outputs(model: nn.Module) -> None:
-    """Let transformers install its hooks for hidden states now. Later, it would miss the hidden blocks."""
-    try:
-        from transformers import PreTrainedModel
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
-    except ImportError:  # these versions collect hidden states in the model's own forward
-        return
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            maybe_install_capturing_hooks(module)
