@@ -10,8 +10,7 @@ from torch import nn
 
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.engines.parallel import engine
-from rapidformer_templates.engines.parallel.compute_dtype import sum_rows_in_fp32
-from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
+from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter, sum_rows_in_fp32
 from rapidformer_templates.errors import RapidformerError
 from tests.support.jobs import CausalJob, _pad, _sequences
 from tests.support.parallel_jobs import begin, train_all
