@@ -145,16 +145,9 @@ def train_all(workers: Any, cases: dict[str, tuple[str, bool, str]]) -> dict[str
 def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> list[tuple[float, float]]:
     """Train in this group of workers and return the curve. The run can die after a step."""
     template = OTHERS[job]([*flags.split(), "--save", folder])
-    curve: list[tuple[float, float]] = []
-
-    def see(step: int, result: Any) -> None:
-        curve.append((float(result.loss), float(result.grad_norm)))
-        if step == dies_after:
-            raise Died
-
-    template.on_step_end = see  # type: ignore[method-assign]
+    template.dies_after = dies_after
     with contextlib.suppress(Died):
         template.fit()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # no worker may continue in a folder that another one still uses
-    return curve
+    return template.curve
