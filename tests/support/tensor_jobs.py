@@ -19,6 +19,7 @@ from rapidformer_templates.switches.checkpoint_activations.transform import chec
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
 from rapidformer_templates.switches.layout.tensor import divide_matrices
+from rapidformer_templates.switches.layout.tensor_plan import tensor_plan_of
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import OTHERS, VOCABULARY, _Job
 from tests.support.worker_pool import alone
@@ -230,3 +231,9 @@ def _loss_of(case: Case, model: Any, batch: dict[str, torch.Tensor]) -> torch.Te
         inputs["decoder_input_ids"] = batch["input_ids"].roll(1, -1)
     logits, labels = model(**inputs).logits, batch["labels"]
     return cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=0.1)
+
+
+def shard_dims(model: nn.Module) -> dict[str, int | None]:
+    """Return the dimension along which each parameter of ``named_parameters`` is divided, or None if it is whole."""
+    divisions = tensor_plan_of(model).divisions
+    return {name: divisions[name].dim if name in divisions else None for name, _ in model.named_parameters()}

@@ -12,8 +12,7 @@ from rapidformer_templates.errors import DataError
 from tests.support.made import Made
 from tests.support.parity import EXACT, assert_close, assert_follows, observed, reference
 from tests.support.selection import by_default
-from tests.support.tensor_jobs import HIDDEN, MODELS, VOCABULARY, Case, batch_of, build, divided, loss_of
-from tests.support.tensor_plans import shard_dims
+from tests.support.tensor_jobs import HIDDEN, MODELS, VOCABULARY, Case, batch_of, build, divided, loss_of, shard_dims
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
