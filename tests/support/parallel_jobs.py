@@ -1,6 +1,7 @@
 """Jobs with enough blocks for a pipeline, built like those of :mod:`tests.support.jobs`."""
 
 import contextlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,3 +152,17 @@ def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> l
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # no worker may continue in a folder that another one still uses
     return template.curve
+
+
+def resumed(
+    workers: Any, job: str, folder: str, flags: str, chain: Sequence[tuple[str, int | None]]
+) -> list[tuple[float, float]]:
+    """Return the curve of a run that dies and goes on in other layouts.
+
+    Args:
+        chain: more flags of each part, and the step after which it dies. The next part begins one step before that.
+    """
+    curve: list[tuple[float, float]] = []
+    for more, dies_after in chain:
+        curve = [*curve[:-1], *begin(job, folder, f"{flags} {more}", dies_after)]
+    return curve

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.parallel_jobs import begin, train_all
-from tests.support.parity import EXACT, Trained, assert_follows, reference
+from tests.support.parallel_jobs import resumed, train_all
+from tests.support.parity import EXACT, Trained, assert_close, assert_follows, reference
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
@@ -94,18 +94,6 @@ CHAIN = (
 )
 
 
-def _begin(folder: str, flags: str, dies_after: int | None = None) -> list[tuple[float, float]]:
-    return begin("gpt2-8-tied", folder, f"{RESUMED} --save-interval 1 {flags}", dies_after)
-
-
-def _go_on(workers: Any, folder: str, chain: tuple[tuple[str, int], ...]) -> list[tuple[float, float]]:
-    """Return the joined curves of all parts, each without its last step: the run dies in that step before it saves."""
-    curve: list[tuple[float, float]] = []
-    for flags, dies_after in chain:
-        curve += _begin(folder, flags, dies_after)[:-1]
-    return curve
-
-
 def _offloaded(workers: Any) -> Trained:
     with mock.patch("rapidformer_templates.engines.local.is_in_host_memory", return_value=False):
         return train_all(workers, _with_steps({"offloaded": OFFLOADED}))["offloaded"]
@@ -182,26 +170,16 @@ def test_a_worker_holds_its_shards_of_its_part(layout: str, runs: Any, reference
         assert place["optimizer_state_bytes"] == pytest.approx(2 * place["parameter_bytes"], rel=0.05)
 
 
-@pytest.fixture(scope="module")
-def whole() -> torch.Tensor:
-    """The curve of an uninterrupted run of ``CHAIN`` in one process."""
-    run = reference("gpt2-8-tied", False, f"{RESUMED} --micro-batch-size 8", lr=None)
-    return torch.tensor(run["curve"])
-
-
-def _chain_ends(workers: Any, folder: str) -> list[tuple[float, float]]:
-    return _begin(folder, "--micro-batch-size 4 --fsdp-memory-optimization --resume")
-
-
 @pytest.mark.longer
 @pytest.mark.deepspeed
-def test_a_run_goes_through_all_engines(whole: torch.Tensor, tmp_path: Path) -> None:
+def test_a_run_goes_through_all_engines(tmp_path: Path) -> None:
     """3D, pipelines alone and interleaved, shards of parts and stages, ZeRO-2 of DeepSpeed, one process, FSDP."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
-    folder = str(tmp_path)
-    curve = run_in_workers(4, _go_on, folder, CHAIN)[0]
-    curve += run_in_workers(2, _go_on, folder, ((f"--micro-batch-size 4 {ZERO_2} --resume", 7),))[0]
+    run = "gpt2-8-tied", str(tmp_path), f"{RESUMED} --save-interval 1"
+    curve = run_in_workers(4, resumed, *run, CHAIN)[0][:-1]
+    curve += run_in_workers(2, resumed, *run, [(f"--micro-batch-size 4 {ZERO_2} --resume", 7)])[0][:-1]
     # One more step in one process. The run dies in its last step, and FSDP takes over before it.
-    curve += _begin(folder, "--micro-batch-size 4 --resume", dies_after=8)[:-1]
-    curve += run_in_workers(2, _chain_ends, folder)[0]
-    torch.testing.assert_close(torch.tensor(curve), whole, rtol=1e-5, atol=1e-6)
+    curve += resumed(None, *run, [("--micro-batch-size 4 --resume", 8)])[:-1]
+    curve += run_in_workers(2, resumed, *run, [("--micro-batch-size 4 --fsdp-memory-optimization --resume", None)])[0]
+    whole = reference(run[0], False, f"{RESUMED} --micro-batch-size 8", lr=None)["curve"]
+    assert_close(curve, whole)
