@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 FLAGS = "--train-iters 3 --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --device cpu"
 
 
-DDP = ("ddp", "oss")
-"""They use torch's DDP, which cannot send an expanded buffer at all."""
+DDP = ("ddp", "oss", "sdp")
+"""Torch's DDP and fairscale's SDP send buffers, and cannot send an expanded one at all."""
 
 
 class Strided(DeepJob):
