@@ -276,6 +276,8 @@ class WrappedForward:
         forward: the forward that it replaces, which may wrap another one.
     """
 
+    __call__: Callable[..., Any]
+
     def __init__(self, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward

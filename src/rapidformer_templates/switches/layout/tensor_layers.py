@@ -136,8 +136,6 @@ class Divided(WrappedForward):
         super().__init__(forward)
         self.regions, self.peers = regions, regions.peers
 
-    __call__: Forward
-
 
 class Region(Divided):
     """A module whose inputs go into divided layers that it contains."""
