@@ -264,9 +264,8 @@ def exchanges_of(shape: tuple[int, ...], parts: Parts, count: int, worker: int) 
     exchanges = []
     for peer, rank in enumerate(parts.ranks):
         if rank not in sent_to:
-            sent_to[rank] = [
-                _view_of(values) for _, values in _in_share(shape, parts.index(shape, peer), worker, count, total)
-            ]
+            common = _in_share(shape, parts.index(shape, peer), worker, count, total)
+            sent_to[rank] = [_view_of(values) for _, values in common]
         received = [_view_of(part[place]) for place, _ in _in_share(shape, own, peer, count, total)]
         if sent_to[rank] or received:
             exchanges.append(PartExchange(peer, sent_to[rank], received))

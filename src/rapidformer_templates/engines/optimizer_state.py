@@ -267,8 +267,6 @@ class HostOptimizer(Optimizer):
         for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
             inner.update(_options(group))
         self.inner.step()
-        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            group.update(_options(inner))  # some optimizers keep a count or an estimate in their groups
         self._expose_state()
         for parameter in parameters:
             if parameter.grad is not None:
@@ -278,6 +276,8 @@ class HostOptimizer(Optimizer):
 
     def _expose_state(self) -> None:
         """Make the state in host memory accessible under the device's parameters."""
+        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+            group.update(_options(inner))  # some optimizers keep a count or an estimate in their groups
         for parameter, copy in self._copies.items():
             if copy in self.inner.state:
                 self.state[parameter] = self.inner.state[copy]
@@ -285,8 +285,6 @@ class HostOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state into the host optimizer, whose parameters have the same order."""
         self.inner.load_state_dict(state_dict)
-        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            group.update(_options(inner))
         self.state.clear()
         self._expose_state()
 

@@ -213,9 +213,8 @@ class ShardedGradients:
     def _on_gradient_ready(self, index: int) -> None:
         """Queue a gradient. All ranks send buckets in the same order, each as soon as it is complete."""
         if index in self._sent_gradients:
-            message = (
-                f"the gradient of {self.trained[index].name} was ready twice in one backward, and had already been sent"
-            )
+            name = self.trained[index].name
+            message = f"the gradient of {name} was ready twice in one backward, and had already been sent"
             hint = "checkpoint with use_reentrant=False, or with --checkpoint-activations"
             raise RapidformerError(message, where="compute_loss()", hint=hint)
         is_sent_at_once = self._exchanging and index in self._shared and index not in self._fp32_accumulated

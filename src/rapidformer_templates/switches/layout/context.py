@@ -152,10 +152,9 @@ class DivisionTrial:
             for blocks in self.blocks:
                 hooks.callback(blocks[-1].register_forward_hook(end).remove)
             if self.workers.pipeline > 1:
-                pre_hook = self.blocks[0][0].register_forward_pre_hook(
-                    _replace_by_noise, with_kwargs=True, prepend=True
-                )
-                hooks.callback(pre_hook.remove)
+                first = self.blocks[0][0]
+                handle = first.register_forward_pre_hook(_replace_by_noise, with_kwargs=True, prepend=True)
+                hooks.callback(handle.remove)
             # A model for multiple choice takes the two rows as the choices of one question.
             self.outer(input_ids=ids[None] if type(self.model).__name__.endswith("MultipleChoice") else ids)
         return ends[-1]

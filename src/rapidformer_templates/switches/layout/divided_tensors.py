@@ -70,9 +70,8 @@ class DividedLogits(divided_tensor.DividedTensor):
         # Autocast computes every cross-entropy in fp32.
         kind = torch.float32 if torch.is_autocast_enabled(local.device.type) else local.dtype
         words = DividedVocabularyShard(self.peers, self.shape[-1])
-        losses: torch.Tensor = _CrossEntropy.apply(
-            local.reshape(-1, local.shape[-1]), target.reshape(-1), words, ignored, smoothing
-        )
+        rows, targets = local.reshape(-1, local.shape[-1]), target.reshape(-1)
+        losses: torch.Tensor = _CrossEntropy.apply(rows, targets, words, ignored, smoothing)
         if reduction == "none":
             return losses.view(target.shape).to(kind)
         total = losses.sum()

@@ -133,24 +133,19 @@ class PipelineCut:
 
     def sizes(self, stages: int, requested: str | None) -> list[int]:
         """Return the number of blocks of each stage: as requested, or balanced by the number of parameters."""
-        count = len(self.blocks)
+        count, where = len(self.blocks), type(self.model).__name__
         if requested:
             sizes = [int(size) for size in requested.split(",")]
             if sum(sizes) != count or len(sizes) != stages:
-                raise ModelError(
-                    f"--pipeline-stages {requested} has {sum(sizes)} blocks in {len(sizes)} stages; the model has "
-                    f"{count} blocks for {stages} stages",
-                    where=type(self.model).__name__,
-                )
+                found = f"--pipeline-stages {requested} has {sum(sizes)} blocks in {len(sizes)} stages"
+                raise ModelError(f"{found}; the model has {count} blocks for {stages} stages", where=where)
             return sizes
         if count % self.pipeline or self.pipeline >= count or stages > count:
             hint = "choose a size below the number of blocks that divides it (RF010)"
             if stages < count:
                 uneven = ",".join(str(count // stages + (stage < count % stages)) for stage in range(stages))
                 hint += f", or give the blocks of each stage: --pipeline-stages {uneven}"
-            raise ModelError(
-                f"{count} blocks cannot be cut into {stages} stages", where=type(self.model).__name__, hint=hint
-            )
+            raise ModelError(f"{count} blocks cannot be cut into {stages} stages", where=where, hint=hint)
         front = self._cost(name for name, ranks in self.module_ranks.items() if 0 in ranks)
         back = self._cost(name for name, ranks in self.module_ranks.items() if self.pipeline - 1 in ranks)
         blocks = [float(sum(math.prod(shape_of(p)) for p in block.parameters())) for block in self.blocks.values()]

@@ -157,12 +157,11 @@ def _install_layers(modules: dict[str, nn.Module], plan: TensorPlan, regions: Re
     """Replace the forwards of the layers that have a style. Return the head, if it is one of them."""
     head: VocabularyHead | None = None
     for name, style in plan.styles.items():
-        if name in modules and style in LAYERS:
-            module = modules[name]
+        module = modules.get(name)  # None for a parameter that a plan names directly
+        if module is not None and style in LAYERS:
             module.forward = layer = LAYERS[style](module, module.forward, regions)
             head = layer if isinstance(layer, VocabularyHead) else head
-        elif name in modules and style in tensor_styles.COLUMN:
-            module = modules[name]
+        elif module is not None and style in tensor_styles.COLUMN:
             if isinstance(module, Conv1D):
                 module.nf //= regions.peers.size
             if plan.is_user_plan:
