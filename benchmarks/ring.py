@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.contest import Answer, Columns, Flag, Row, asks, bars, progress, table
 from benchmarks.workers import run_in_workers
+from rapidformer_templates.engines.collectives import Peers
 from rapidformer_templates.switches.layout import context_attention
-from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.context_attention import AttentionMask, ring_attention
 from rapidformer_templates.switches.layout.sequence_shards import TokenIntervals
 from rapidformer_templates.system.workers import Workers, join
@@ -75,7 +75,7 @@ def _seconds(tokens: int, dtype: str, rounds: int) -> dict[str, float]:
 def _ways(workers: Workers, tokens: int, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
     intervals = TokenIntervals(tokens, workers.world, folded=True)
     mask = AttentionMask(intervals, None, causal=True, scale=SIZE**-0.5)
-    peers = Peers(dist.group.WORLD, workers.world, workers.rank)  # type: ignore[arg-type]
+    peers = Peers(dist.group.WORLD, workers.world, workers.rank)
 
     def tensors(count: int, share: int) -> list[torch.Tensor]:
         heads = (HEADS // share, KEY_HEADS // share, KEY_HEADS // share)

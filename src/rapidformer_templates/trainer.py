@@ -24,8 +24,8 @@ from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.engines.collectives import gather_rows
 from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
-from rapidformer_templates.engines.gathered_rows import gather_rows
 from rapidformer_templates.engines.optimizer_instances import TAKES_OPTIONS, as_recipe, as_schedule
 from rapidformer_templates.engines.recipe import (
     OptimizerSpec,

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.demo import demo_model_folder
-from rapidformer_templates.engines.boxes import Parts, local_values
+from rapidformer_templates.engines.boxes import Parts
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.gather_on_use import divided_construction
@@ -140,7 +140,7 @@ def _parts_of(workers: Workers, shape: tuple[int, ...], *, is_whole: bool) -> in
             parts = Parts((placement,), (workers.world,), tuple((rank,) for rank in range(workers.world)))
             part = construction.part_of(module.weight, parts)
             assert part is not None
-            assert torch.equal(part, local_values(whole, [placement], [workers.world], [workers.rank])), placement
+            assert torch.equal(part, parts.take(whole, workers.rank)), placement
         row = module.weight[0]
         assert construction.part_of(row, Parts((Replicate(),), (1,), ((0,),) * workers.world)) is None
     return construction.gathers

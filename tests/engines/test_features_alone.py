@@ -29,6 +29,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.mixture_of_experts.layer import Experts
 from tests.support.architectures import SIZES
 from tests.support.jobs import VOCABULARY, DeepJob
+from tests.support.lines import Died
 from tests.support.parity import Trained, assert_follows, trained
 from tests.support.requests import codes
 from tests.support.selection import by_default
@@ -205,15 +206,8 @@ def test_micro_batches_and_switches_do_not_change_it(flags: str, noisy: Trained)
 @pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_whole_one(noisy: Trained, tmp_path: Path) -> None:
     job = DeepJob([*f"{STEPS} --micro-batch-size 8 {ON} --save-interval 2 --save {tmp_path}".split()])
-    counts = job.on_step_end
-
-    def dies(step: int, result: Any) -> None:
-        counts(step, result)
-        if step == 3:
-            raise InterruptedError
-
-    job.on_step_end = dies  # type: ignore[method-assign]
-    with pytest.raises(InterruptedError):
+    job.dies_after = 3
+    with pytest.raises(Died):
         job.fit()
     resumed = DeepJob([*f"{STEPS} --micro-batch-size 8 {ON} --save {tmp_path} --resume".split()])
     resumed.fit()

@@ -22,9 +22,9 @@ from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from tests.support.combinations import place
 from tests.support.jobs import JOBS, OTHERS
-from tests.support.parity import EXACT, assert_close, assert_follows, reference, train
+from tests.support.parity import EXACT, Trained, assert_close, assert_follows, observed, reference, train
 from tests.support.requests import config_of
-from tests.support.selection import by_default, selected
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 CLIP = 0.1
@@ -49,20 +49,16 @@ PRECISIONS = {
         "fsdp-checkpointed": "--micro-batch-size 2 --fsdp-memory-optimization --checkpoint-activations",
     }.items()
 }
-KINDS = {f"{job}-{'fp64' if double else 'fp32'}": (job, double) for job in JOBS for double in (False, True)}
-Case = tuple[str, bool, str]
-"""A job of :mod:`tests.support.jobs`, whether it trains in fp64, and a layout."""
-CASES: dict[str, Case] = {f"{kind}-{layout}": (*KINDS[kind], layout) for kind in KINDS for layout in (*ALONE, *PAIRS)}
-READ = "causal-fp64-fsdp-accumulated-checkpointed"
-"""The case whose receipts the tests read."""
-SHORT = [READ, "causal-fp64-accumulated", "causal-fp64-ddp-accumulated"]
+CASES = [(job, double, layout) for job in JOBS for double in (False, True) for layout in (*ALONE, *PAIRS)]
+READ = "fsdp-accumulated-checkpointed"
+"""The layout whose receipts the tests read."""
+SHORT = [("causal", True, layout) for layout in (READ, "accumulated", "ddp-accumulated")]
 """In fp64, a small mistake is larger than the rounding."""
 PRECISE = ("ddp-fp16",)
 
 
-def _train_all(workers: Any, cases: list[Case]) -> dict[Case, Any]:
-    layouts = ALONE | PAIRS | PRECISIONS
-    return {(job, double, name): train(job, double, layouts[name]) for job, double, name in cases}
+def _reference(job: str, double: bool) -> Trained:
+    return reference(job, double, f"{STEPS} --micro-batch-size 8")
 
 
 def _values_after_setup(workers: Any, sizes: Sequence[int]) -> tuple[list[torch.Tensor], str]:
@@ -99,48 +95,21 @@ def test_ddp_refuses_different_models() -> None:
         assert f"workers {rank} and {1 - rank} have built different models: 2.bias" in error
 
 
-@pytest.fixture(scope="module")
-def cases(request: pytest.FixtureRequest) -> list[Case]:
-    """The cases that the selected tests read."""
-    return [CASES[case] for case in sorted({READ, *selected(request, "case")})]
-
-
-@pytest.fixture(scope="module")
-def references(cases: list[Case]) -> dict[tuple[str, bool], Any]:
-    flags = f"{STEPS} --micro-batch-size 8"
-    jobs = sorted({("causal", True), *((job, double) for job, double, _ in cases)})
-    return {(job, double): reference(job, double, flags) for job, double in jobs}
-
-
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, cases: list[Case]) -> dict[Case, Any]:
-    """All layouts. One group of workers trains the layouts of two workers."""
-    alone = [case for case in cases if case[2] in ALONE]
-    others = [case for case in cases if case[2] not in ALONE]
-    others += [("causal", False, layout) for layout in selected(request, "layout")]
-    return _train_all(None, alone) | run_in_workers(2, _train_all, others)[0]
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", by_default(SHORT, CASES))
-def test_layout_follows_one_process(case: str, references: Any, runs: Any) -> None:
-    job, double, layout = CASES[case]
-    expected, actual = references[job, double], runs[job, double, layout]
+@pytest.mark.parametrize(("job", "double", "layout"), by_default(SHORT, CASES))
+def test_layout_follows_one_process(job: str, double: bool, layout: str) -> None:
+    expected = _reference(job, double)
+    is_alone = layout in ALONE
+    actual = reference(job, double, ALONE[layout]) if is_alone else observed(2, job, double, PAIRS[layout])[0]
     assert_follows(actual, expected, *(EXACT if double else ()))
     assert len(expected["evaluations"]) == 2
-
-
-@pytest.mark.distributed
-def test_the_reference_learns(references: Any) -> None:
-    """A constant curve would agree with anything."""
-    for run in references.values():
-        losses = [loss for loss, _ in run["curve"]]
-        assert len(set(losses)) == len(losses)
-        assert max(norm for _, norm in run["curve"]) > 2 * CLIP  # so that clipping has an effect
+    # A constant curve would agree with anything.
+    assert len({loss for loss, _ in expected["curve"]}) == ITERATIONS
+    assert max(norm for _, norm in expected["curve"]) > 2 * CLIP  # so that clipping has an effect
 
 
 @pytest.mark.slow
-def test_reference_equals_a_loop_by_hand(references: Any) -> None:
+def test_reference_equals_a_loop_by_hand() -> None:
     """Compare the one-process run itself with plain torch: token losses, summed and divided by hand."""
     from rapidformer_templates.data.order import SampleOrder
     from tests.support.jobs import CausalJob, _pad, _sequences
@@ -175,16 +144,16 @@ def test_reference_equals_a_loop_by_hand(references: Any) -> None:
             group["lr"] = 1e-3 * (1 - step / ITERATIONS)
         optimizer.step()
         curve.append((loss.item(), norm.item()))
-    assert_close(references["causal", True]["curve"], curve, *EXACT)
+    assert_close(_reference("causal", True)["curve"], curve, *EXACT)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", by_default(PRECISE, PRECISIONS))
-def test_half_precision_follows_one_process_of_that_precision(layout: str, runs: Any) -> None:
+def test_half_precision_follows_one_process_of_that_precision(layout: str) -> None:
     """The tolerance is the rounding of the format: 8 bits of mantissa in bf16, 11 in fp16."""
     precision = layout.rpartition("-")[2]
     flags = f"{STEPS} --micro-batch-size 8 --mixed-precision {precision}"
-    expected, actual = reference("causal", False, flags), runs["causal", False, layout]
+    expected, actual = reference("causal", False, flags), observed(2, "causal", False, PRECISIONS[layout])[0]
     tolerance = {"bf16": 2**-8, "fp16": 2**-11}[precision]
     torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), rtol=tolerance, atol=0)
     receipts = actual["summary"]["receipts"]
@@ -194,10 +163,10 @@ def test_half_precision_follows_one_process_of_that_precision(layout: str, runs:
 
 
 @pytest.mark.distributed
-def test_receipts_are_measured(references: Any, runs: Any) -> None:
-    whole = references["causal", True]["summary"]["receipts"]
-    sharded = runs["causal", True, "fsdp-accumulated-checkpointed"]["summary"]["receipts"]
-    parameters = references["causal", True]["summary"]["parameters"]
+def test_receipts_are_measured() -> None:
+    summary = _reference("causal", True)["summary"]
+    whole, parameters = summary["receipts"], summary["parameters"]
+    sharded = observed(2, "causal", True, PAIRS[READ])[0]["summary"]["receipts"]
     assert whole["parameter_bytes"] == sharded["parameter_bytes_whole"] == 8 * parameters
     # Half, plus a little for rows that two does not divide.
     assert 0.5 <= sharded["parameter_bytes"] / whole["parameter_bytes"] < 0.52

@@ -19,9 +19,9 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.run.building import check_memory
 from tests.support import parity
 from tests.support.jobs import CausalJob
+from tests.support.parity import ENGINES
 from tests.support.selection import by_default, selected
 from tests.support.whole_batches import (
-    ENGINES,
     FLAGS,
     RATE,
     WIDTH,

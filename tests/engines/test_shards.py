@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rapidformer_templates.engines.boxes import Index, boxes_of, boxes_of_run, local_boxes, local_shape, local_values
+from rapidformer_templates.engines.boxes import Index, Parts, boxes_of_run
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.shards import Shard as PartOfWorker
 from rapidformer_templates.engines.shards import gather_whole
@@ -104,15 +104,19 @@ def test_the_norm_is_that_of_the_gathered_gradient(expected: dict[str, torch.Ten
 WHOLE = torch.arange(7 * 12 * 5.0).view(7, 12, 5)
 
 
+def _part(placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]) -> torch.Tensor:
+    return Parts(tuple(placements), tuple(mesh), (tuple(coordinate),)).take(WHOLE, 0)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_a_shard_is_what_chunk_gives(dim: int, size: int) -> None:
     chunks = WHOLE.chunk(size, dim)
     for rank in range(size):
-        part = local_values(WHOLE, [Shard(dim)], [size], [rank])
+        part = _part([Shard(dim)], [size], [rank])
         expected = chunks[rank] if rank < len(chunks) else WHOLE.narrow(dim, 0, 0)
         assert torch.equal(part, expected)
-        assert local_shape(tuple(WHOLE.shape), [Shard(dim)], [size], [rank]) == tuple(expected.shape)
+        assert Index.of_rank(tuple(WHOLE.shape), [Shard(dim)], [size], [rank]).local == tuple(expected.shape)
 
 
 @pytest.mark.parametrize(("parts", "size"), [(3, 2), (3, 4), (2, 3)])
@@ -120,8 +124,8 @@ def test_of_fused_parts_a_rank_has_a_share_of_each(parts: int, size: int) -> Non
     placement = _StridedShard(1, split_factor=parts)
     for rank in range(size):
         expected = torch.cat([part.chunk(size, 1)[rank] for part in WHOLE.chunk(parts, 1)], 1)
-        assert torch.equal(local_values(WHOLE, [placement], [size], [rank]), expected)
-        assert len(boxes_of(tuple(WHOLE.shape), [placement], [size], [rank])) == parts
+        assert torch.equal(_part([placement], [size], [rank]), expected)
+        assert len(Index.of_rank(tuple(WHOLE.shape), [placement], [size], [rank]).boxes) == parts
 
 
 @pytest.mark.parametrize(
@@ -139,9 +143,9 @@ def test_the_boxes_of_all_ranks_fill_the_whole_once(placements: list) -> None:
     counts = torch.zeros_like(WHOLE)
     rebuilt = torch.zeros_like(WHOLE)
     for coordinate in itertools.product(range(2), range(3)):
-        part = local_values(WHOLE, placements, [2, 3], coordinate)
+        part = _part(placements, [2, 3], coordinate)
         held = 0
-        for box in boxes_of(tuple(WHOLE.shape), placements, [2, 3], coordinate):
+        for box in Index.of_rank(tuple(WHOLE.shape), placements, [2, 3], coordinate).boxes:
             rebuilt[box.whole] = part[box.local]
             counts[box.whole] += 1
             held += part[box.local].numel()
@@ -151,20 +155,21 @@ def test_the_boxes_of_all_ranks_fill_the_whole_once(placements: list) -> None:
 
 
 def test_a_plain_tensor_is_one_box_and_a_scalar_too() -> None:
-    (box,) = local_boxes(WHOLE)
+    (box,) = Index.of(WHOLE).boxes
     assert (box.offset, box.shape) == ((0, 0, 0), tuple(WHOLE.shape))
-    (box,) = local_boxes(torch.tensor(3.0))
+    (box,) = Index.of(torch.tensor(3.0)).boxes
     assert box.shape == ()
 
 
 def test_an_empty_shard_has_no_box() -> None:
-    assert boxes_of((3, 2), [Shard(0)], [4], [3]) == []
-    assert local_values(torch.ones(3, 2), [Shard(0)], [4], [3]).shape == (0, 2)
+    index = Index.of_rank((3, 2), [Shard(0)], [4], [3])
+    assert index.boxes == []
+    assert index.local == (0, 2)
 
 
 def test_parts_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="7 cannot be divided into 3 parts"):
-        boxes_of((7,), [_StridedShard(0, split_factor=3)], [2], [0])
+        Index.of_rank((7,), [_StridedShard(0, split_factor=3)], [2], [0])
 
 
 @given(shape=st.lists(st.integers(1, 5), max_size=4), run=st.data())

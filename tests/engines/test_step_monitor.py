@@ -15,7 +15,7 @@ import torch
 
 from rapidformer_templates import OptimizerSpec
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.current_batch import mask_answers, watch_positions
+from rapidformer_templates.engines.current_batch import rows_of, watch_positions
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.step import DynamicLossScale
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
@@ -206,7 +206,7 @@ def test_a_forward_reads_nothing_and_is_the_same(name: str, kind: str) -> None:
     with torch.no_grad(), CountReads() as plain:
         expected = model(**batch).logits
     watch_positions(model)
-    with torch.no_grad(), mask_answers(microbatch, batch), CountReads() as counted:
+    with torch.no_grad(), rows_of(microbatch, batch, answers=True), CountReads() as counted:
         actual = model(**batch).logits
     assert counted.reads == 0
     mask = batch.get("attention_mask")
@@ -245,7 +245,7 @@ def test_answers_are_of_one_thread() -> None:
         with torch.no_grad():
             found.append(model(**padded).logits)
 
-    with mask_answers(_looked_at(full), full):
+    with rows_of(_looked_at(full), full, answers=True):
         other = threading.Thread(target=elsewhere)
         other.start()
         other.join()

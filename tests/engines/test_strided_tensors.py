@@ -10,27 +10,17 @@ from torch import nn
 
 from rapidformer_templates.system.workers import broadcast
 from tests.support.jobs import DeepJob
-from tests.support.parity import Trained, assert_follows, trained
+from tests.support.parity import ENGINES, Trained, assert_follows, trained
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
-ENGINES = {
-    "ddp": "",
-    "oss": "--oss-memory-optimization",
-    "fsdp": "--fsdp-memory-optimization",
-    "zero-2": "--zero-2-memory-optimization",
-    "zero-3": "--zero-3-memory-optimization",
-    "distributed optimizer": "--use-distributed-optimizer",
-    "tensor": "--tensor-model-parallel-size 2",
-    "pipeline": "--pipeline-model-parallel-size 2",
-}
 FLAGS = "--train-iters 3 --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --device cpu"
 
 
-DDP = ("ddp", "oss")
-"""They use torch's DDP, which cannot send an expanded buffer at all."""
+DDP = ("ddp", "oss", "sdp")
+"""Torch's DDP and fairscale's SDP send buffers, and cannot send an expanded one at all."""
 
 
 class Strided(DeepJob):
@@ -66,7 +56,7 @@ def _train(workers: Any, engine: str) -> Trained:
         return trained(Strided(f"{FLAGS} {ENGINES[engine]}".split()))
 
 
-@pytest.mark.parametrize("engine", by_default(["distributed optimizer"], ENGINES))
+@pytest.mark.parametrize("engine", by_default(["distributed-optimizer"], ENGINES))
 def test_engines_exchange_only_contiguous_tensors(engine: str) -> None:
     alone = trained(Strided(FLAGS.replace("--micro-batch-size 4", "--micro-batch-size 8").split()))
     assert_follows(run_in_workers(2, _train, engine)[0], alone, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rapidformer_templates.errors import RapidformerError
-from tests.support import parallel_jobs
+from tests.support import parallel_jobs, parity
 from tests.support.jobs import OTHERS, CausalJob, ClassJob
 from tests.support.parity import reference, train, trained
 from tests.support.selection import by_default, selected
@@ -23,23 +23,13 @@ pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidform
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
 
 STEPS = "--clip-grad 0.1 --weight-decay 0.5 --no-export-model --lr-decay-style constant"
-ENGINES = {
-    "ddp": "",
-    "oss": "--oss-memory-optimization",
-    "sdp": "--oss-sdp-memory-optimization",
-    "fsdp": "--fsdp-memory-optimization",
+DIVIDED = ("tensor", "pipeline", "context")
+FLAGS = {
+    **parity.ENGINES,
     "fsdp-whole": "--fsdp-memory-optimization --no-fsdp-reshard-after-forward",
     "fsdp-checkpointed": "--fsdp-memory-optimization --checkpoint-activations",
-    "zero-1": "--zero-1-memory-optimization",
-    "zero-2": "--zero-2-memory-optimization",
-    "zero-3": "--zero-3-memory-optimization",
-    "distributed-optimizer": "--use-distributed-optimizer",
 }
-DIVIDED = {
-    "tensor": "--tensor-model-parallel-size 2",
-    "pipeline": "--pipeline-model-parallel-size 2",
-    "context": "--context-parallel-size 2",
-}
+ENGINES = [engine for engine in FLAGS if engine not in DIVIDED]
 ZERO = ("zero-1", "zero-2", "zero-3")
 
 
@@ -213,7 +203,7 @@ def _is_double(job: str, engine: str) -> bool:
 def _train_all(workers: Any, cases: list[tuple[str, str]]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for job, engine in cases:
-        flags = f"{LENGTH[job]} --micro-batch-size {MICRO[job]} {(ENGINES | DIVIDED)[engine]}"
+        flags = f"{LENGTH[job]} --micro-batch-size {MICRO[job]} {FLAGS[engine]}"
         kept: list[Any] = []
         with mock.patch.object(JOBS[job], "on_train_start", lambda self, kept=kept: kept.append(self)):
             try:
@@ -291,7 +281,7 @@ AVERAGED = [name for name in ENGINES if name not in ZERO]  # ZeRO refuses a para
 
 def _train_averages(workers: Any, names: list[str]) -> dict[str, Any]:
     flags = f"{BY_STEPS} --ema-decay 0.7 --micro-batch-size 2"
-    return {name: train("late", False, f"{flags} {ENGINES[name]}")["averages"] for name in names}
+    return {name: train("late", False, f"{flags} {FLAGS[name]}")["averages"] for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +324,7 @@ def test_engines_that_gather_blocks_refuse_a_batch_that_leaves_one_out(
     engine: str, begins: int, skipping: tuple[int, ...]
 ) -> None:
     """A single worker would gather other parameters than the rest. At first all workers see it, later it alone does."""
-    ended = outcomes_in_workers(2, _skip, ENGINES[engine], begins, skipping)
+    ended = outcomes_in_workers(2, _skip, FLAGS[engine], begins, skipping)
     for rank in skipping if begins else (0, 1):
         assert isinstance(ended[rank], Failure), ended
         assert ended[rank].kind == "RapidformerError", ended

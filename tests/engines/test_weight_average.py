@@ -6,7 +6,6 @@
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -149,12 +148,8 @@ def _kept(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], dict[str, t
 
 def _dies(folder: Path | str, flags: str) -> None:
     job = DeepJob([*f"{STEPS} {ON} {flags} --save-interval 2".split(), "--save", str(folder)])
-
-    def on_step_end(step: int, result: Any) -> None:
-        if step == 3:
-            raise Died
-
-    with mock.patch.object(job, "on_step_end", on_step_end), pytest.raises(Died):
+    job.dies_after = 3
+    with pytest.raises(Died):
         job.fit()
 
 

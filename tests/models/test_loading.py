@@ -162,9 +162,6 @@ def test_flags_that_do_not_fit_a_folder(pretrained: Path, configure: Configure, 
             build_model(configure(**flags), "AutoModelForMaskedLM")
 
 
-POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
-
-
 def test_a_tokenizer_with_more_tokens_than_the_model(
     pretrained: Path, tmp_path: Path, configure: Configure, says: Says
 ) -> None:

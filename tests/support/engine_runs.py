@@ -1,5 +1,6 @@
 """Runs with every engine that can die after a step."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,21 +36,11 @@ def run(folder: str, engine: str, workers: int, *flags: str, dies_after: int | N
     """Train and return (loss, gradient norm) of each step."""
     given = [*FLAGS.split(), *ENGINES[engine].split(), "--micro-batch-size", str(4 // workers), "--save", folder]
     job = CausalJob([*given, *flags])
-    curve: list[tuple[float, float]] = []
-
-    def see(step: int, result: Any) -> None:
-        curve.append((float(result.loss), float(result.grad_norm)))
-        if step == dies_after:
-            raise Died
-
-    job.on_step_end = see  # type: ignore[method-assign]
-    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
-        if dies_after is None:
-            job.fit()
-        else:
-            with pytest.raises(Died):
-                job.fit()
-    return curve
+    job.dies_after = dies_after
+    ends = pytest.raises(Died) if dies_after else nullcontext()
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False), ends:
+        job.fit()
+    return job.curve
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Pretrainer, Trainer
+from tests.support.lines import Died
 
 VOCABULARY = 67
 
@@ -48,8 +49,9 @@ def _pad(
 
 
 class _Job(Trainer):
-    """A job that saves nothing unless a test asks for a folder."""
+    """A job that saves nothing unless a test asks for a folder. It can die after a step."""
 
+    dies_after: int | None = None
     classes = False
     shift = 0
     double = False
@@ -77,6 +79,8 @@ class _Job(Trainer):
 
     def on_step_end(self, step: int, result: Any) -> None:
         self.curve = [*getattr(self, "curve", []), (float(result.loss), float(result.grad_norm))]
+        if step == self.dies_after:
+            raise Died
 
 
 def _bert() -> BertConfig:

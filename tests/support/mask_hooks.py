@@ -7,45 +7,17 @@ import torch
 import transformers
 
 from rapidformer_templates import Data, Trainer
-
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-
-CONFIGS = {
-    "gpt2": transformers.GPT2Config(
-        vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, embd_pdrop=0.0,
-        resid_pdrop=0.0, attn_pdrop=0.0,
-    ),
-    "llama": transformers.LlamaConfig(vocab_size=32, max_position_embeddings=16, **SMALL),
-    "bert": transformers.BertConfig(
-        vocab_size=32,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **SMALL,
-    ),
-    "bart": transformers.BartConfig(
-        vocab_size=32,
-        max_position_embeddings=16,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        dropout=0.0,
-    ),
-}  # fmt: skip
+from tests.support.architectures import tiny
 
 
 def _model(name: str) -> transformers.PreTrainedModel:
+    if name != "bert":
+        factory = transformers.AutoModelForSeq2SeqLM if name == "bart" else transformers.AutoModelForCausalLM
+        return tiny(name, factory, may_skip=False)
     torch.manual_seed(0)
-    factories: dict[str, Any] = {"bert": transformers.AutoModelForMaskedLM, "bart": transformers.AutoModelForSeq2SeqLM}
-    model: transformers.PreTrainedModel = factories.get(name, transformers.AutoModelForCausalLM).from_config(
-        CONFIGS[name]
-    )
-    model.config.use_cache = False
-    return model.eval()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, **sizes, **no_dropout)).eval()
 
 
 def _batch(kind: str) -> dict[str, torch.Tensor]:

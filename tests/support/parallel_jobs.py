@@ -1,6 +1,7 @@
 """Jobs with enough blocks for a pipeline, built like those of :mod:`tests.support.jobs`."""
 
 import contextlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,16 +146,23 @@ def train_all(workers: Any, cases: dict[str, tuple[str, bool, str]]) -> dict[str
 def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> list[tuple[float, float]]:
     """Train in this group of workers and return the curve. The run can die after a step."""
     template = OTHERS[job]([*flags.split(), "--save", folder])
-    curve: list[tuple[float, float]] = []
-
-    def see(step: int, result: Any) -> None:
-        curve.append((float(result.loss), float(result.grad_norm)))
-        if step == dies_after:
-            raise Died
-
-    template.on_step_end = see  # type: ignore[method-assign]
+    template.dies_after = dies_after
     with contextlib.suppress(Died):
         template.fit()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # no worker may continue in a folder that another one still uses
+    return template.curve
+
+
+def resumed(
+    workers: Any, job: str, folder: str, flags: str, chain: Sequence[tuple[str, int | None]]
+) -> list[tuple[float, float]]:
+    """Return the curve of a run that dies and goes on in other layouts.
+
+    Args:
+        chain: more flags of each part, and the step after which it dies. The next part begins one step before that.
+    """
+    curve: list[tuple[float, float]] = []
+    for more, dies_after in chain:
+        curve = [*curve[:-1], *begin(job, folder, f"{flags} {more}", dies_after)]
     return curve

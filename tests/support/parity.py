@@ -60,6 +60,15 @@ def train(job: str, double: bool, flags: str, *more: str, lr: str | None = "1e-3
     return trained(kind([*flags.split(), *more, *rate, "--log-interval", "1"]))
 
 
+ENGINES = {
+    "ddp": "", "oss": "--oss-memory-optimization", "sdp": "--oss-sdp-memory-optimization",
+    "fsdp": "--fsdp-memory-optimization", "zero-1": "--zero-1-memory-optimization",
+    "zero-2": "--zero-2-memory-optimization", "zero-3": "--zero-3-memory-optimization",
+    "distributed-optimizer": "--use-distributed-optimizer", "tensor": "--tensor-model-parallel-size 2",
+    "pipeline": "--pipeline-model-parallel-size 2", "context": "--context-parallel-size 2",
+}  # fmt: skip
+"""Flags of one run of each engine with two workers, and of those that divide a model."""
+
 FOLDER = "RAPIDFORMER_TEST_REFERENCES"
 """Environment variable with the folder of this session's runs, which all test processes share."""
 

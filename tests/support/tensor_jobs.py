@@ -1,17 +1,15 @@
-"""Tiny models of every architecture with a tensor plan, and a plain loop that trains them whole or divided."""
+"""Tiny models of every architecture with a tensor plan, alone and as jobs."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from rapidformer_templates.engines.assembly import Assembly, Building
@@ -20,12 +18,12 @@ from rapidformer_templates.switches.checkpoint_activations.declaration import Ch
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
 from rapidformer_templates.switches.fused_loss.transform import CHUNK_BYTES, fuse_loss
 from rapidformer_templates.switches.layout.tensor import divide_matrices
+from rapidformer_templates.switches.layout.tensor_plan import tensor_plan_of
 from rapidformer_templates.system.workers import Workers
+from tests.support.jobs import OTHERS, VOCABULARY, _Job
 from tests.support.worker_pool import alone
 
-VOCABULARY = 51  # 3 × 17: two and four workers get unequal shares
-HIDDEN, HEADS, LAYERS, WIDTH, POSITIONS = 32, 4, 2, 64, 32
-CLIP = 0.5
+HIDDEN, HEADS, LAYERS, WIDTH, POSITIONS = 32, 4, 2, 128, 64
 
 
 def _llama(dropout: float, tied: bool) -> nn.Module:
@@ -127,36 +125,62 @@ OWN = {"own": lambda dropout, tied: _Own(dropout)}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run: the model, how it is divided, and the type in which it computes."""
+    """A model, and how it is divided."""
 
     model: str
     tensor: int = 1
     tied: bool = True
     sequence: bool = False
     checkpointed: bool = False
-    kind: str = "float32"
     own_loss: bool = False
     """Whether the model computes the loss from labels. If not, it is smoothed cross-entropy of the logits."""
     dropout: float = 0.0
     fused: bool = False
     """Whether head and loss are computed together, in chunks of tokens."""
 
-    @property
-    def whole(self) -> "Case":
-        """The same run on one worker, with full logits."""
-        return dataclasses.replace(self, tensor=1, sequence=False, checkpointed=False, fused=False)
+
+def _made(name: str, tied: bool, dropout: float = 0.0) -> nn.Module:
+    """Build a model in which biases and norms matter."""
+    model = (MODELS | OWN)[name](dropout, tied)
+    for key, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+        elif "bias" in key:
+            parameter.data.mul_(0.5)
+    return model
+
+
+class _TensorJob(_Job):
+    """The fused loss is computed in chunks of a few rows."""
+
+    model, tied = "", True
+
+    def make(self) -> nn.Module:
+        return _made(self.model, self.tied)
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with mock.patch.dict(CHUNK_BYTES, cpu=FEW_ROWS):
+            if self.model != "t5":
+                return super().compute_loss(model, batch)
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            logits = model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids.roll(1, -1)).logits
+            return cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
+
+
+CAUSAL = ("llama", "gpt_neox", "gpt2", "mixtral")
+OTHERS |= {
+    f"tensor-{name}-{'tied' if tied else 'untied'}": type(
+        name, (_TensorJob,), {"model": name, "tied": tied, "shift": int(name in CAUSAL)}
+    )
+    for name in MODELS | OWN
+    for tied in (True, False)
+}
 
 
 def build(case: Case, workers: Workers | None = None) -> nn.Module:
     """Build the model of a case, divided over ``workers``."""
     torch.manual_seed(3)
-    model = (MODELS | OWN)[case.model](case.dropout, case.tied)
-    for name, parameter in model.named_parameters():  # make biases and norms matter
-        if parameter.ndim == 1:
-            parameter.data.add_(0.1 * torch.randn_like(parameter))
-        elif "bias" in name:
-            parameter.data.mul_(0.5)
-    model = model.to(torch.float64 if case.kind == "float64" else torch.float32).train()
+    model = _made(case.model, case.tied, case.dropout).train()
     assembly = Assembly(model)
     if case.fused:
         fuse_loss(assembly, _building(workers or alone()))
@@ -179,23 +203,18 @@ def divided(workers: Workers, tensor: int) -> Workers:
     return dataclasses.replace(workers, tensor=tensor, mesh=mesh)
 
 
-def batches(model: str, steps: int = 1, micro: int = 2) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Yield the micro batches of each step: padded samples of odd lengths, with masked labels."""
+def batch_of() -> dict[str, torch.Tensor]:
+    """Return padded samples of an odd length, with masked labels."""
     draw = torch.Generator().manual_seed(11)
-    for _ in range(steps):
-        step = []
-        for _ in range(micro):
-            length = int(torch.randint(5, 12, (), generator=draw))
-            ids = torch.randint(1, VOCABULARY, (3, length), generator=draw)
-            mask = torch.ones_like(ids)
-            mask[0, length - 2 :] = 0
-            labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.3, -100)
-            step.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
-        yield step
+    ids = torch.randint(1, VOCABULARY, (3, 9), generator=draw)
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = 0
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.3, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 FEW_ROWS = 4 * 4 * (VOCABULARY // 2)
-"""Bytes per chunk of the fused loss: four rows on the worker with 25 words, three on the worker with 26."""
+"""Bytes per chunk of the fused loss: four rows on the worker with 33 words, three on the worker with 34."""
 
 
 def loss_of(case: Case, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -213,42 +232,7 @@ def _loss_of(case: Case, model: Any, batch: dict[str, torch.Tensor]) -> torch.Te
     return cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=0.1)
 
 
-def train(case: Case, workers: Workers | None = None, steps: int = 10) -> dict[str, Any]:
-    """Train with AdamW, accumulation and gradient clipping. Return losses, norms and the full weights at the end."""
-    model = build(case, workers)
-    peers = workers.mesh["tensor"].get_group() if workers is not None and workers.mesh is not None else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    curve = []
-    for microbatches in batches(case.model, steps):
-        total = 0.0
-        for batch in microbatches:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.kind == "bfloat16"):
-                loss = loss_of(case, model, batch) / len(microbatches)
-            loss.backward()
-            total += float(loss.detach())
-        norm = _norm(model, peers)
-        for parameter in (p for p in model.parameters() if p.grad is not None):
-            _local(parameter.grad).mul_(min(1.0, CLIP / (norm + 1e-6)))
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append((total, norm))
-    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
-    return {"curve": curve, "weights": {name: w.detach().double().numpy() for name, w in weights.items()}}
-
-
-def _norm(model: nn.Module, peers: Any) -> float:
-    squares = torch.zeros(2, dtype=torch.float64)
-    for parameter in (p for p in model.parameters() if p.grad is not None):
-        shared = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
-        squares[int(shared or _is_strided(parameter))] += _local(parameter.grad).double().pow(2).sum()
-    if peers is not None:
-        dist.all_reduce(squares[1:], group=peers)
-    return float(squares.sum().sqrt())
-
-
-def _is_strided(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and "S" in type(parameter.placements[0]).__name__[:2]
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def shard_dims(model: nn.Module) -> dict[str, int | None]:
+    """Return the dimension along which each parameter of ``named_parameters`` is divided, or None if it is whole."""
+    divisions = tensor_plan_of(model).divisions
+    return {name: divisions[name].dim if name in divisions else None for name, _ in model.named_parameters()}

@@ -13,20 +13,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Trainer
 from rapidformer_templates.errors import RapidformerError
-from tests.support.parity import trained
+from tests.support.parity import ENGINES, trained
 
 WORDS, WIDTH, STEPS, RATE = 31, 16, 3, 1e-2
 FLAGS = (
     f"--train-iters {STEPS} --global-batch-size 8 --micro-batch-size 2 --lr {RATE} --lr-decay-style constant "
     "--clip-grad 0 --log-interval 1 --no-export-model"
 )
-ENGINES = {
-    "ddp": "", "oss": "--oss-memory-optimization", "sdp": "--oss-sdp-memory-optimization",
-    "fsdp": "--fsdp-memory-optimization", "zero-1": "--zero-1-memory-optimization",
-    "zero-2": "--zero-2-memory-optimization", "zero-3": "--zero-3-memory-optimization",
-    "distributed-optimizer": "--use-distributed-optimizer", "tensor": "--tensor-model-parallel-size 2",
-    "pipeline": "--pipeline-model-parallel-size 2", "context": "--context-parallel-size 2",
-}  # fmt: skip
 Batch = dict[str, torch.Tensor]
 
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.forwards import differentiable
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.replaced_functions import patch_function
 from rapidformer_templates.system.workers import Workers
@@ -43,8 +43,12 @@ def with_unused_parameters(
     Args:
         then: called at the end of the backward, before other callbacks that are queued for its end.
     """
-    result: torch.Tensor = _ReachParameters.apply(loss, then, *parameters)
-    return result
+
+    def backward(gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        Variable._execution_engine.queue_callback(then)
+        return (gradient, *[None] * len(parameters))
+
+    return differentiable(lambda loss, *parameters: loss.view_as(loss), backward, loss, *parameters)
 
 
 def reached_parameters(*roots: torch.Tensor | GradientEdge) -> list[torch.Tensor]:
@@ -62,25 +66,6 @@ def reached_parameters(*roots: torch.Tensor | GradientEdge) -> list[torch.Tensor
             reached.append(variable)
         pending.extend(following for following, _ in node.next_functions)
     return reached
-
-
-class _ReachContext(FunctionCtx):
-    then: Callable[[], None]
-    count: int
-
-
-class _ReachParameters(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: _ReachContext, loss: torch.Tensor, then: Callable[[], None], *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.then, ctx.count = then, len(parameters)
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: _ReachContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        Variable._execution_engine.queue_callback(ctx.then)
-        return (gradients[0], None, *[None] * ctx.count)
 
 
 class GradientSequence:

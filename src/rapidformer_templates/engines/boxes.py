@@ -50,7 +50,8 @@ class Index:
     """The values of a whole tensor that a shard has.
 
     Attributes:
-        boxes: the boxes of the local part of this rank. An empty part has no box.
+        boxes: the boxes of the local part of this rank: one for a plain tensor, none for an empty part. To read a
+            checkpoint, fill ``local[box.local]`` from ``whole[box.whole]`` for each box. Write one the other way round.
         local: shape of the local part.
         start: first element of a run of the flattened local part. None if the shard is the whole local part.
     """
@@ -62,20 +63,53 @@ class Index:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Index:
         """Return the index of this rank's part of a tensor."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return cls(local_boxes(tensor), tuple(local.shape))
+        if not isinstance(tensor, DTensor):
+            return cls.whole(tensor.shape)
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert coordinate is not None, "a tensor of another rank's mesh"
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        sides = list(zip(names, tensor.placements, mesh.shape, coordinate, strict=True))
+        # FSDP shards the part of a tensor-parallel worker. Torch writes this the other way round, for equal parts only.
+        for side in list(sides):
+            if side[0] == SHARDS and isinstance(side[1], _StridedShard):
+                sides.remove(side)
+                sides.append((SHARDS, Shard(side[1].dim), *side[2:]))
+        _, placements, sizes, place = zip(*sides, strict=True)
+        return cls.of_rank(tuple(tensor.shape), placements, sizes, place)
 
     @classmethod
     def of_rank(
         cls, shape: tuple[int, ...], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
     ) -> Index:
-        """Return the index of the part that a rank holds of a tensor of ``shape``: see :func:`boxes_of`."""
-        return cls(boxes_of(shape, placements, mesh, coordinate), local_shape(shape, placements, mesh, coordinate))
+        """Return the index of the part that any rank holds of a tensor, without a process group.
+
+        Args:
+            shape: shape of the whole tensor.
+            placements: one for each dimension of the mesh.
+            mesh: size of each mesh dimension.
+            coordinate: coordinate of the rank in the mesh.
+        """
+        segments: list[Segments] = [[(0, length)] for length in shape]  # the ranges of each dimension
+        for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
+            if isinstance(placement, (Shard, _StridedShard)):
+                parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+                segments[placement.dim] = list(_share(segments[placement.dim], parts, size, rank))
+        starts = [itertools.accumulate((length for _, length in dim), initial=0) for dim in segments]
+        pairs_of_dims = [list(zip(dim, start, strict=False)) for dim, start in zip(segments, starts, strict=True)]
+        boxes = [
+            Box(
+                offset=tuple(start for (start, _), _ in pairs),
+                shape=tuple(length for (_, length), _ in pairs),
+                local=tuple(slice(at, at + length) for (_, length), at in pairs),
+            )
+            for pairs in itertools.product(*pairs_of_dims)
+        ]
+        return cls(boxes, tuple(sum(length for _, length in dim) for dim in segments))
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Index:
         """Return the index of a whole tensor."""
-        return cls(boxes_of(tuple(shape), (), (), ()), tuple(shape))
+        return cls.of_rank(tuple(shape), (), (), ())
 
     def run(self, start: int) -> Index:
         """Return the index of a run that begins at an element of the flattened local part."""
@@ -109,27 +143,6 @@ class Index:
                     yield whole, part[inside]
 
 
-def local_boxes(tensor: torch.Tensor) -> list[Box]:
-    """Return the boxes of a tensor that this rank holds: one for a plain tensor, none for an empty shard.
-
-    To read a checkpoint, fill ``local[box.local]`` from ``whole[box.whole]`` for each box. Write one the other way
-    round. Optimizer state with the placements of its parameter also has its boxes.
-    """
-    if not isinstance(tensor, DTensor):
-        return boxes_of(tuple(tensor.shape), (), (), ())
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "a tensor of another rank's mesh"
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    sides = list(zip(names, tensor.placements, mesh.shape, coordinate, strict=True))
-    # FSDP shards the part of a tensor-parallel worker. Torch writes this the other way round, for equal parts only.
-    for side in list(sides):
-        if side[0] == SHARDS and isinstance(side[1], _StridedShard):
-            sides.remove(side)
-            sides.append((SHARDS, Shard(side[1].dim), *side[2:]))
-    _, placements, sizes, place = zip(*sides, strict=True)
-    return boxes_of(tuple(tensor.shape), placements, sizes, place)
-
-
 def divided_over(tensor: torch.Tensor, dimension: str) -> int:
     """Return how many workers along a mesh dimension hold different parts of a tensor. 1 if they hold the same."""
     if not isinstance(tensor, DTensor):
@@ -137,63 +150,6 @@ def divided_over(tensor: torch.Tensor, dimension: str) -> int:
     mesh = tensor.device_mesh
     sides = zip(mesh.mesh_dim_names or (), mesh.shape, tensor.placements, strict=False)
     return math.prod(size for name, size, placement in sides if name == dimension and not placement.is_replicate())
-
-
-def boxes_of(
-    shape: tuple[int, ...], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
-) -> list[Box]:
-    """Compute :func:`local_boxes` for any rank, without a process group.
-
-    Args:
-        shape: shape of the whole tensor.
-        placements: one for each dimension of the mesh.
-        mesh: size of each mesh dimension.
-        coordinate: coordinate of the rank in the mesh.
-    """
-    segments_of_dims = _local_segments(shape, placements, mesh, coordinate)
-    if not all(segments_of_dims):
-        return []
-    local_starts = [itertools.accumulate((length for _, length in dim), initial=0) for dim in segments_of_dims]
-    pairs_of_dims = (zip(dim, starts, strict=False) for dim, starts in zip(segments_of_dims, local_starts, strict=True))
-    return [
-        Box(
-            offset=tuple(start for (start, _), _ in pairs),
-            shape=tuple(length for (_, length), _ in pairs),
-            local=tuple(slice(at, at + length) for (_, length), at in pairs),
-        )
-        for pairs in itertools.product(*pairs_of_dims)
-    ]
-
-
-def local_shape(
-    shape: tuple[int, ...], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
-) -> tuple[int, ...]:
-    """Return the shape of the part that a rank holds of a tensor of ``shape``."""
-    segments_of_dims = _local_segments(shape, placements, mesh, coordinate)
-    return tuple(sum(length for _, length in segments) for segments in segments_of_dims)
-
-
-def local_values(
-    whole: torch.Tensor, placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
-) -> torch.Tensor:
-    """Copy the part of ``whole`` that a rank holds."""
-    shape = tuple(whole.shape)
-    local = whole.new_empty(local_shape(shape, placements, mesh, coordinate))
-    for box in boxes_of(shape, placements, mesh, coordinate):
-        local[box.local] = whole[box.whole]
-    return local
-
-
-def _local_segments(
-    shape: tuple[int, ...], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
-) -> list[Segments]:
-    """Return the ranges of each dimension that a rank holds."""
-    segments: list[Segments] = [[(0, length)] for length in shape]
-    for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
-        if isinstance(placement, (Shard, _StridedShard)):
-            parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            segments[placement.dim] = list(_share(segments[placement.dim], parts, size, rank))
-    return segments
 
 
 def _share(segments: Segments, parts: int, size: int, rank: int) -> Iterator[tuple[int, int]]:
@@ -265,22 +221,26 @@ class Parts:
         """Return the values of a tensor of ``shape`` that a worker gets."""
         return Index.of_rank(shape, self.placements, self.sizes, self.ranks[worker])
 
+    def take(self, whole: torch.Tensor, worker: int) -> torch.Tensor:
+        """Copy the values of a whole tensor that a worker gets."""
+        index = self.index(tuple(whole.shape), worker)
+        local = whole.new_empty(index.local)
+        for box in index.boxes:
+            local[box.local] = whole[box.whole]
+        return local
+
     def then(self, inner: Parts) -> Parts:
         """Return the parts of these parts that each worker gets."""
         ranks = tuple(outer + own for outer, own in zip(self.ranks, inner.ranks, strict=True))
         return Parts(self.placements + inner.placements, self.sizes + inner.sizes, ranks)
 
 
-class View(NamedTuple):
-    """Arguments of ``torch.Tensor.as_strided``."""
+View = tuple[torch.Size, tuple[int, ...], int]
+"""Arguments of ``torch.Tensor.as_strided``: size, stride and offset."""
 
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
-        return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+def _view_of(tensor: torch.Tensor) -> View:
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 class PartExchange(NamedTuple):
@@ -304,10 +264,9 @@ def exchanges_of(shape: tuple[int, ...], parts: Parts, count: int, worker: int) 
     exchanges = []
     for peer, rank in enumerate(parts.ranks):
         if rank not in sent_to:
-            sent_to[rank] = [
-                View.of(values) for _, values in _in_share(shape, parts.index(shape, peer), worker, count, total)
-            ]
-        received = [View.of(part[place]) for place, _ in _in_share(shape, own, peer, count, total)]
+            common = _in_share(shape, parts.index(shape, peer), worker, count, total)
+            sent_to[rank] = [_view_of(values) for _, values in common]
+        received = [_view_of(part[place]) for place, _ in _in_share(shape, own, peer, count, total)]
         if sent_to[rank] or received:
             exchanges.append(PartExchange(peer, sent_to[rank], received))
     return exchanges

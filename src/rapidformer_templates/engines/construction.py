@@ -17,14 +17,14 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rapidformer_templates.engines.boxes import PartExchange, Parts, exchanges_of, local_values, starts_in_file
+from rapidformer_templates.engines.boxes import PartExchange, Parts, exchanges_of, starts_in_file
 from rapidformer_templates.models.weight_files import FileTensor, join
 from rapidformer_templates.system.workers import broadcast
 
@@ -108,7 +108,8 @@ class ModelUnderConstruction:
         self._postponed: dict[torch.Tensor, tuple[torch.Tensor, Parts]] = {}
         self._storages: dict[int, DividedStorage] = {}
         self._whole: dict[int, DividedStorage] = {}  # in the order of their last use
-        self._whole_bytes = self._all_bytes = self._added = 0
+        self._all_bytes = 0  # of the parameters
+        self._numbers = count()
 
     def add(self, parameter: nn.Parameter) -> None:
         """Divide a parameter's storage when memory is needed. Small and sparse parameters stay whole."""
@@ -123,8 +124,7 @@ class ModelUnderConstruction:
         if not storage.resizable() or storage.nbytes() > own_bytes:  # a part of a mapped file, or of a larger tensor
             parameter.data = parameter.data.clone()
             storage = parameter.untyped_storage()
-        added = DividedStorage(storage, storage.nbytes(), parameter.dtype, self._added)
-        self._added += 1
+        added = DividedStorage(storage, storage.nbytes(), parameter.dtype, next(self._numbers))
         self._all_bytes += added.size
         self._make_room(added)
         self._storages[added.key] = added
@@ -154,8 +154,7 @@ class ModelUnderConstruction:
             return False
         if not to.storage.resizable():  # an array of numpy uses it as well
             return False
-        if self._whole.pop(to.key, None) is not None:
-            self._whole_bytes -= to.size
+        self._whole.pop(to.key, None)
         to.storage.resize_(0)
         to.is_whole = to.is_changed = False
         to.share, to.source = storage.share_as(to.dtype), storage.source
@@ -294,7 +293,7 @@ class ModelUnderConstruction:
             if storage is None:
                 return None
             if storage.is_whole:
-                return local_values(tensor, parts.placements, parts.sizes, parts.ranks[self.rank])
+                return parts.take(tensor, self.rank)
             shape = tuple(tensor.shape)
             part = torch.empty(parts.index(shape, self.rank).local, dtype=tensor.dtype)
             if storage.source is not None:
@@ -303,8 +302,8 @@ class ModelUnderConstruction:
                     storage.source.read_into(part.view(-1), starts[self.rank])
                     return part
             share = self._share_of(storage)
-            count = storage.share_size(self.world) // tensor.element_size()
-            self._exchange(share.view(tensor.dtype), part, exchanges_of(shape, parts, count, self.rank))
+            elements = storage.share_size(self.world) // tensor.element_size()
+            self._exchange(share.view(tensor.dtype), part, exchanges_of(shape, parts, elements, self.rank))
             return part
 
     def _exchange(self, share: torch.Tensor, part: torch.Tensor, exchanges: Sequence[PartExchange]) -> None:
@@ -335,7 +334,6 @@ class ModelUnderConstruction:
         for storage in self.storages_of(tensors):
             if storage.is_whole and storage.key in self._storages:
                 del self._storages[storage.key], self._whole[storage.key]
-                self._whole_bytes -= storage.size
 
     def forget_freed(self) -> None:
         """Free the memory of parameters that no longer exist.
@@ -401,9 +399,8 @@ class ModelUnderConstruction:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         storage = tensor.untyped_storage()
         added = DividedStorage(
-            storage, storage.nbytes(), dtype, self._added, share, source, is_whole=False, is_changed=False
+            storage, storage.nbytes(), dtype, next(self._numbers), share, source, is_whole=False, is_changed=False
         )
-        self._added += 1
         self._storages[added.key] = added
         storage.resize_(0)
         return tensor
@@ -419,18 +416,18 @@ class ModelUnderConstruction:
         return share.view(torch.uint8)
 
     def _mark_whole(self, storage: DividedStorage) -> None:
-        if self._whole.pop(storage.key, None) is None:
-            self._whole_bytes += storage.size
+        self._whole.pop(storage.key, None)
         self._whole[storage.key] = storage
 
     def _make_room(self, *used: DividedStorage) -> None:
         """Divide what was not used for longest, until there is room for what is used next."""
         room = room_for(self._all_bytes, self.world, self.least_whole)
         room -= sum(one.size for one in used if one.key not in self._whole)
-        if self._whole_bytes <= room:
+        whole_bytes = sum(storage.size for storage in self._whole.values())
+        if whole_bytes <= room:
             return
         # More than necessary, because the workers wait for one another once per call.
-        excess, divided = self._whole_bytes - room // 2, []
+        excess, divided = whole_bytes - room // 2, []
         for storage in self._whole.values():
             if excess > 0 and storage not in used:
                 divided.append(storage)
@@ -443,7 +440,6 @@ class ModelUnderConstruction:
         divided = []
         for storage in storages:
             del self._whole[storage.key]
-            self._whole_bytes -= storage.size
             if self._storages.get(storage.key) is not storage:  # forgotten
                 continue
             if storage.storage.resizable():
@@ -551,7 +547,7 @@ def take_part(
     whole = tensor.detach().to(device)
     if not is_synchronized and dist.is_initialized() and dist.get_world_size(group) > 1:
         broadcast(whole, group=group)
-    return local_values(whole, parts.placements, parts.sizes, parts.ranks[worker])
+    return parts.take(whole, worker)
 
 
 def _packed(values: Sequence[torch.Tensor]) -> torch.Tensor:

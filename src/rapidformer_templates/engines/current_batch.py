@@ -36,6 +36,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.system.replaced_functions import Answer, patch_function
 
 FLAG = "--neftune-alpha"
+MASK, POSITIONS = "attention_mask", "position_ids"
 
 
 class _CurrentBatch:
@@ -47,23 +48,51 @@ class _CurrentBatch:
         is_noisy: whether noise has been added to the embeddings.
         is_idle: the batch only keeps this worker in step with the others.
         is_gathered: other workers wait for the backward of the loss, because they have rows of this batch.
+        answers: whether transformers gets the host's answers about masks and positions.
+        derived_masks: masks that transformers derived from the inspected one, with the host's answer.
+        with_positions: for each nested model call, whether it received positions.
     """
 
-    def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
+    def __init__(self, microbatch: MicroBatch, batch: Batch, *, answers: bool) -> None:
         self.positions = microbatch.positions
-        self.mask = field_of(batch, "attention_mask")
+        self.mask = field_of(batch, MASK)
         self.is_noisy = False
         self.is_idle = microbatch.idle
         self.is_gathered = False
+        self.answers = answers
+        self.derived_masks: list[tuple[torch.Tensor, bool]] = []
+        self.with_positions: list[bool] = []
+        self._inspected: dict[str, tuple[torch.Tensor, int, bool]] = {}  # each with its version and the answer
+        for name, answer in microbatch.mask_facts.items() if answers else ():
+            tensor = field_of(batch, name)
+            if tensor is not None:
+                self._inspected[name] = tensor, tensor._version, answer
+
+    def answer_for(self, name: str, tensor: torch.Tensor) -> bool | None:
+        """Return the host's answer about a tensor, or None if the host has not inspected its values.
+
+        A tensor has inspected values if it is that tensor, or a view of all of it.
+        """
+        if name not in self._inspected:
+            return None
+        own, version, answer = self._inspected[name]
+        is_on_same = (tensor.dtype, tensor.device.type) == (own.dtype, own.device.type) and own.device.type != "meta"
+        return answer if own._version == version and (tensor is own or (is_on_same and tensor.is_set_to(own))) else None
 
 
 _current_batch: ContextVar[_CurrentBatch | None] = ContextVar("rows", default=None)
 
 
 @contextmanager
-def rows_of(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
-    """Context for a forward on ``batch``, the device copy of ``microbatch``."""
-    token = _current_batch.set(_CurrentBatch(microbatch, batch))
+def rows_of(microbatch: MicroBatch, batch: Batch, *, answers: bool = False) -> Iterator[None]:
+    """Context for a forward on ``batch``, the device copy of ``microbatch``.
+
+    Args:
+        answers: whether a model that :func:`watch_positions` has prepared asks the host about masks and positions.
+    """
+    if answers:
+        _patch_transformers()
+    token = _current_batch.set(_CurrentBatch(microbatch, batch, answers=answers))
     try:
         yield
     finally:
@@ -166,52 +195,6 @@ def _shifted(bits: torch.Tensor, places: int) -> torch.Tensor:
     return (bits >> places) & (2 ** (32 - places) - 1)
 
 
-MASK, POSITIONS = "attention_mask", "position_ids"
-
-
-class _InspectedBatch:
-    """The micro batch that the model is processing.
-
-    Attributes:
-        derived_masks: masks that transformers derived from the inspected one, with the host's answer.
-        with_positions: for each nested model call, whether it received positions.
-    """
-
-    def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
-        self._inspected: dict[str, tuple[torch.Tensor, int, bool]] = {}  # each with its version and the answer
-        for name, answer in microbatch.mask_facts.items():
-            tensor = field_of(batch, name)
-            if tensor is not None:
-                self._inspected[name] = tensor, tensor._version, answer
-        self.derived_masks: list[tuple[torch.Tensor, bool]] = []
-        self.with_positions: list[bool] = []
-
-    def answer_for(self, name: str, tensor: torch.Tensor) -> bool | None:
-        """Return the host's answer about a tensor, or None if the host has not inspected its values.
-
-        A tensor has inspected values if it is that tensor, or a view of all of it.
-        """
-        if name not in self._inspected:
-            return None
-        own, version, answer = self._inspected[name]
-        is_on_same = (tensor.dtype, tensor.device.type) == (own.dtype, own.device.type) and own.device.type != "meta"
-        return answer if own._version == version and (tensor is own or (is_on_same and tensor.is_set_to(own))) else None
-
-
-_batch_variable: ContextVar[_InspectedBatch | None] = ContextVar("micro batch", default=None)
-
-
-@contextmanager
-def mask_answers(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
-    """Context for a forward of a :func:`watch_positions` model on ``batch``, the device copy of ``microbatch``."""
-    _patch_transformers()
-    token = _batch_variable.set(_InspectedBatch(microbatch, batch))
-    try:
-        yield
-    finally:
-        _batch_variable.reset(token)
-
-
 def watch_positions(model: nn.Module) -> None:
     """Record, in each forward of a transformers model inside ``model``, whether it received positions."""
     for part in model.modules():
@@ -235,9 +218,10 @@ def _leave_model(model: nn.Module, args: object, output: object) -> None:
         current.with_positions.pop()
 
 
-def _inspected_batch() -> _InspectedBatch | None:
-    """Return the current micro batch. None while a graph is compiled, because it must not depend on one batch."""
-    return None if torch.compiler.is_compiling() else _batch_variable.get()
+def _inspected_batch() -> _CurrentBatch | None:
+    """Return the current micro batch if there are answers about it. No graph may depend on those about one batch."""
+    current = None if torch.compiler.is_compiling() else _current_batch.get()
+    return current if current and current.answers else None
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Forwards that recompute activations in the backward, and forwards without side effects on the model or the run."""
+"""Forwards with a backward of their own, that recompute activations in the backward, and without side effects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import Cache
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import in_eval_mode
+from rapidformer_templates.models.blocks import WrappedForward, in_eval_mode
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.process_state import capture, restore
 from rapidformer_templates.system.workers import unexpanded
@@ -30,7 +30,24 @@ ContextFunction = Callable[[], tuple[AbstractContextManager[object], AbstractCon
 _KEEP_PRODUCTS = {"context_fn": functools.partial(create_selective_checkpoint_contexts, list(PRODUCTS))}
 
 
-class Checkpointed:
+class _Operation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., object], backward: Callable[..., object], *inputs: object) -> object:
+        ctx.gradients_of = backward
+        return forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[object, ...]:
+        of_inputs = ctx.gradients_of(*gradients)
+        return None, None, *(of_inputs if isinstance(of_inputs, tuple) else (of_inputs,))
+
+
+def differentiable(forward: Callable[..., torch.Tensor], backward: Callable[..., Any], *inputs: Any) -> torch.Tensor:
+    """Return ``forward(*inputs)``. The gradients of the inputs are ``backward`` of the gradient of the result."""
+    return _Operation.apply(forward, backward, *inputs)
+
+
+class Checkpointed(WrappedForward):
     """A forward that computes its activations twice. Set ``enabled`` to False to measure without recomputation.
 
     Args:
@@ -47,8 +64,7 @@ class Checkpointed:
         norms: Sequence[nn.Module] = (),
         flag: str | None = None,
     ) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
+        super().__init__(forward)
         self.norms = norms
         self.flag = flag
         self.enabled = True
@@ -61,38 +77,36 @@ class Checkpointed:
             message = "a block gets a cache of keys and values, which a second forward would extend again"
             hint = "set use_cache to False in the model's config, or leave the flag out"
             raise ModelError(message, where=self.flag, hint=hint)
-        forward = _CountsOnce(self.forward, self.norms) if self.norms else self.forward
+        forward = _counting_once(self.forward, self.norms) if self.norms else self.forward
         output: object = checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
         if not torch.compiler.is_compiling():
             torch.clear_autocast_cache()  # the backward casts the weights again, and nobody else keeps these copies
         return output
 
 
-class _CountsOnce:
-    """A forward whose recomputation does not update the statistics of batch norms, because it sees the same batch.
+def _counting_once(forward: Callable[..., object], norms: Sequence[nn.Module]) -> Callable[..., object]:
+    """Return a forward whose recomputation does not update the statistics of batch norms: it sees the same batch.
 
     Copies replace the statistics meanwhile. Copying them back would be an operation that the first forward lacks.
     """
+    copies = [(norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
+    is_first = True
 
-    def __init__(self, forward: Callable[..., object], norms: Sequence[nn.Module]) -> None:
-        self.forward = forward
-        self.copies = [
-            (norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)
-        ]
-        self.is_first = True
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        if self.is_first:
-            self.is_first = False
-            return self.forward(*args, **kwargs)
-        statistics = [(norm, name, getattr(norm, name)) for norm, name, _ in self.copies]
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            return forward(*args, **kwargs)
+        statistics = [(norm, name, getattr(norm, name)) for norm, name, _ in copies]
         try:
-            for norm, name, copy in self.copies:
+            for norm, name, copy in copies:
                 setattr(norm, name, copy)
-            return self.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         finally:
             for norm, name, buffer in statistics:
                 setattr(norm, name, buffer)
+
+    return counted
 
 
 def checkpointed_forward(block: nn.Module) -> Checkpointed | None:

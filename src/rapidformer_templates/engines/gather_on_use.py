@@ -5,7 +5,7 @@ Operations are seen below autograd, by ``TorchDispatchMode``, so a backward gath
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,13 +126,7 @@ class _DirectAccess(TorchFunctionMode):
         super().__init__()
         self.model = model
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func in DIRECT_ACCESS and not self.model.is_paused:
             with self.model.paused():

@@ -22,14 +22,13 @@ from rapidformer_templates.engines import backwards, optimizer_state
 from rapidformer_templates.engines import shards as sharding
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.construction import ModelUnderConstruction
-from rapidformer_templates.engines.contract import ComputeLoss
-from rapidformer_templates.engines.current_batch import mask_answers, rows_of, watch_positions
+from rapidformer_templates.engines.current_batch import rows_of, watch_positions
 from rapidformer_templates.engines.forwards import preserve_state, restored_buffers
 from rapidformer_templates.engines.gather_on_use import divided_construction
 from rapidformer_templates.engines.loss import Recorder, loss_and_count
 from rapidformer_templates.engines.optimizer_state import is_in_host_memory
 from rapidformer_templates.engines.recipe import Differing, OptimizerSpec, name_of_rule, trained_parameters
-from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
+from rapidformer_templates.engines.step import ComputeLoss, DynamicLossScale, Step, StepMonitor
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system import accelerator
@@ -43,7 +42,9 @@ COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SingleEngine:
-    """One process on one device. This is the reference that every other engine must match.
+    """Trains a model in one process on one device. This is the base of all engines, which must match it.
+
+    An engine owns synchronization, precision, loss scale, clipping, the update and zeroing.
 
     :class:`Step` owns the order of a step, and calls its phases: :meth:`begin`, :meth:`forward` and :meth:`backward` of
     each micro batch inside its :meth:`accumulation`, then :meth:`reduce`, :meth:`update`, which takes the :meth:`norm`,
@@ -57,6 +58,17 @@ class SingleEngine:
       :meth:`drop` and :meth:`_supports_async_step`
     - :meth:`shards`, :attr:`_divides_gradients`: which part of weights, gradients and optimizer state a worker has
     - :attr:`_derivatives_in_loss`, :meth:`_parameters_in_graph`: which backwards ``compute_loss`` may run itself
+
+    Attributes:
+        assembly: the model with the facts about it.
+        model: the model as built, with its parameters as the engine has changed them.
+        optimizer: the optimizer of those parameters.
+        compute_loss: the user's hook.
+        workers: this process and its peers.
+        micro_steps: number of backward passes so far.
+        receipts: measurements that the engine itself has taken.
+        before_update: functions that are called between the last backward and the update, while the gradients exist.
+        monitor: steps that the host has not read yet. None if the host waits for the device.
     """
 
     needs_zero_gradients = False  # whether even a batch without targets must produce gradients
@@ -79,17 +91,19 @@ class SingleEngine:
         self._callable: nn.Module  # the model that compute_loss receives
         self._parameters: list[nn.Parameter]
         self._frozen: list[nn.Parameter]
-        self._updated_shards: Mapping[
-            torch.Tensor, sharding.Shard
-        ]  # the shard of each tensor that the optimizer updates
+        self._updated_shards: optimizer_state.Updated
         self._lr_factor = 1.0
-        self.monitor: StepMonitor | None = None  # None if the host waits for the device
+        self.monitor: StepMonitor | None = None
         self._accumulates = plan.sizes.accumulation > 1
         self._builds_in_shares = plan.builds_in_shares
         self._construction: ModelUnderConstruction | None = None
 
     @contextmanager
     def construction(self) -> Iterator[ModelUnderConstruction | None]:
+        """Return the context from before ``build_model`` runs until the model is set up, or frozen.
+
+        An engine that divides parameters keeps a worker's memory at its share of the model and its largest module.
+        """
         if not self._builds_in_shares or self.workers.world == 1:
             yield None
             return
@@ -103,6 +117,7 @@ class SingleEngine:
 
     @final
     def setup(self, assembly: Assembly, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
+        """Wrap or shard the model and build the optimizer."""
         self.assembly, self.compute_loss = assembly, compute_loss
         model = assembly.model
         model.zero_grad()  # of backwards in build_model
@@ -167,20 +182,30 @@ class SingleEngine:
     @property
     def update_rule(self) -> type[torch.optim.Optimizer]:
         """The optimizer class that computes the updates, regardless of where its state is stored."""
-        return type(
-            self.optimizer.inner if isinstance(self.optimizer, optimizer_state.HostOptimizer) else self.optimizer
-        )
+        optimizer = self.optimizer
+        return type(optimizer.inner if isinstance(optimizer, optimizer_state.HostOptimizer) else optimizer)
 
     def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
         """Context for the forward and backward of a micro batch. The last one exchanges gradients."""
         return nullcontext()
 
     def precision(self) -> AbstractContextManager[object]:
+        """Return the context for calls of ``compute_loss``: autocast if the engine computes in 16 bits."""
         if self.compute_type is None:
             return nullcontext()
         return torch.autocast(self.workers.device.type, dtype=self.compute_type)
 
     def step(self, microbatches: Sequence[MicroBatch], targets: float) -> Step:
+        """Begin an optimizer step. ``step(…).run(lr_factor)`` makes it.
+
+        Args:
+            microbatches: the micro batches of this rank.
+            targets: number of targets in the global batch, over all ranks and micro batches.
+
+        Raises:
+            NonFiniteLoss: an earlier step, which the host only reads now, was not finite. The weights are as before
+                that step.
+        """
         return Step(self, microbatches, targets)
 
     @final
@@ -200,6 +225,7 @@ class SingleEngine:
 
     @final
     def raise_pending_errors(self) -> None:
+        """Check all steps so far, before their results are written or saved. Raises like :meth:`step`."""
         if self.monitor:
             self.monitor.poll()
 
@@ -294,6 +320,7 @@ class SingleEngine:
         self.optimizer.step()
 
     def local_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors on this rank: ``parameters``, ``gradients``, ``optimizer`` state and send ``buckets``."""
         return {
             "parameters": list(self.model.parameters()),
             "gradients": self._gradients(),
@@ -328,17 +355,16 @@ class SingleEngine:
         batch = to_device(microbatch.batch, self.workers.device)
         # An idle batch repeats samples, so batch norm must not count them a second time.
         buffers = restored_buffers(self.model) if microbatch.idle else nullcontext()
-        answers = self._answers(microbatch, batch)
-        with self.precision(), rows_of(microbatch, batch), answers, buffers, self._checked_backwards():
+        with self._computing(microbatch, batch), buffers:
             yield Recorder(self._callable) if microbatch.idle or microbatch.targets == 0 else self._callable, batch
 
-    def _answers(self, microbatch: MicroBatch, batch: Batch) -> AbstractContextManager[None]:
-        """Context for a forward. If the host runs ahead, the model must not wait for the device either."""
-        return mask_answers(microbatch, batch) if self.monitor else nullcontext()
-
-    def _checked_backwards(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _computing(self, microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
+        """Context for a loss. If the host runs ahead, the model must not wait for the device either."""
+        rows = rows_of(microbatch, batch, answers=self.monitor is not None)
         limit = min(self._derivatives_in_loss, self.assembly.derivatives_in_loss)
-        return backwards.checked_backwards(self._parameters_in_graph, limit)
+        with self.precision(), rows, backwards.checked_backwards(self._parameters_in_graph, limit):
+            yield
 
     @final
     def check_loss(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
@@ -412,16 +438,23 @@ class SingleEngine:
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def frozen(self, model: nn.Module) -> nn.Module:
+        """Prepare a second model that is never trained. It is sharded like the trained model."""
         model.requires_grad_(False).eval()
         self._shard(model)
         return model
 
     @torch.no_grad()
     def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[torch.Tensor, Any]:
+        """Compute (sum of the losses over the targets, model output) without gradients.
+
+        The sum stays on the device, so that the host need not wait.
+
+        Args:
+            compute_loss: replaces the user's hook.
+        """
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
-        answers = self._answers(microbatch, batch)
-        with self.precision(), rows_of(microbatch, batch), answers, self._checked_backwards():
+        with self._computing(microbatch, batch):
             loss, count = loss_and_count((compute_loss or self.compute_loss)(recorder, batch))
         if microbatch.idle or microbatch.targets == 0:
             return torch.zeros(()), recorder.output
@@ -457,7 +490,7 @@ class SingleEngine:
                 self._exchange_averages()
 
     def end_forwards(self) -> None:
-        """Do nothing: this engine gathers nothing."""
+        """Free what forwards without a backward have gathered. Hooks get the parameters that are trained again."""
 
     def _exchange_averages(self) -> None:
         for group in self.optimizer.param_groups:
@@ -469,6 +502,11 @@ class SingleEngine:
         """Send updated values to all workers that hold copies of them, after the weights were replaced."""
 
     def shards(self, kind: sharding.ShardKind) -> Iterator[sharding.Shard]:
+        """Yield this worker's part of all ``weights``, of the ``optimizer`` state or of the ``gradients``.
+
+        A shard of weights or optimizer state may be valid only until the next one is taken. Gradients exist between the
+        last backward of a step and its update. They are multiplied by :attr:`gradient_scale`.
+        """
         if kind == "weights":
             yield from sharding.model_shards(self.assembly, self.workers).values()
         elif kind == "optimizer":
@@ -480,23 +518,35 @@ class SingleEngine:
 
     @property
     def gradient_scale(self) -> float | torch.Tensor:
+        """The loss scale of fp16, which the gradients contain until the update. 1 in other types."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def load(self, reader: sharding.StateReader, *, optimizer: bool) -> None:
+        """Load the weights and, if requested, the optimizer state from a checkpoint.
+
+        Raises:
+            CheckpointError: names, shapes or the kind of optimizer differ. Nothing has been changed.
+        """
         sharding.check_names(self.assembly, reader, self.workers, optimizer=optimizer)
         if optimizer:
             optimizer_state.load_optimizer(self._updated_shards, self.optimizer, reader)
         sharding.load_weights(self.shards("weights"), reader)
 
     def state(self) -> dict[str, Any]:
+        """Return the remaining state for a checkpoint as plain values for JSON."""
         scale = {"loss_scale": self.loss_scale.state()} if self.loss_scale else {}
         return {"optimizer": name_of_rule(self.update_rule), **scale}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that :meth:`state` returned."""
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state(state["loss_scale"])
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole weight) on the host of rank 0 for the export, one at a time. Other ranks yield nothing.
+
+        Every rank must iterate to the end. A tensor is valid until the next one is taken, and must not be changed.
+        """
         return sharding.gather_whole(self.shards("weights"), self.workers)
 
 
@@ -508,6 +558,7 @@ class DDPEngine(SingleEngine):
     """
 
     _unused: Sequence[int] = ()
+    _exchanges = True  # whether this is the last micro batch of a step, in which gradients are exchanged
 
     def _distribute(self) -> nn.Module:
         device = self.workers.device
@@ -531,13 +582,8 @@ class DDPEngine(SingleEngine):
         unchanged.set_result(bucket.buffer())
         return unchanged
 
-    @property
-    def _exchanges(self) -> bool:
-        """Whether this is the last micro batch of a step, in which gradients are exchanged."""
-        exchanges: bool = self._callable.require_backward_grad_sync  # type: ignore[assignment]
-        return exchanges
-
     def accumulation(self, *, last: bool) -> AbstractContextManager[object]:
+        self._exchanges = last
         if last or not isinstance(self._callable, DistributedDataParallel):
             return nullcontext()
         return self._callable.no_sync()

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.current_batch import is_gathered
+from rapidformer_templates.engines.forwards import differentiable
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers
 
@@ -106,9 +106,16 @@ def _zero_loss(result: object, output: object, zeros: bool) -> torch.Tensor:
     graph = [loss] if has_graph and (not zeros or is_gathered()) else []
     outputs = _outputs(output) if zeros or not graph else []
     sources = [*graph, *outputs]
-    first = len(graph) if zeros else len(sources)
-    nothing: torch.Tensor = _Nothing.apply(first, *sources) if sources else torch.zeros((), requires_grad=True)
-    return nothing
+    if not sources:
+        return torch.zeros((), requires_grad=True)
+    without = len(graph) if zeros else len(sources)
+    like = [(source.shape, source.dtype, source.device) for source in sources[without:]]
+
+    def backward(gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Autograd propagates "no gradient", which cannot become NaN."""
+        return (*[None] * without, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in like))
+
+    return differentiable(lambda *inputs: torch.zeros((), device=inputs[0].device), backward, *sources)
 
 
 def _outputs(output: object) -> list[torch.Tensor]:
@@ -118,25 +125,6 @@ def _outputs(output: object) -> list[torch.Tensor]:
     fused = [leaf.zero_through_model() for leaf in leaves if hasattr(leaf, "zero_through_model")]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     return [*fused, *(tensor for tensor in tensors if tensor.ndim > 0)] or tensors
-
-
-class _NothingContext(FunctionCtx):
-    count: int
-    like: list[tuple[torch.Size, torch.dtype, torch.device]]
-
-
-class _Nothing(torch.autograd.Function):
-    """A zero. The first ``count`` sources get no gradient, and all others a gradient of zeros."""
-
-    @staticmethod
-    def forward(ctx: _NothingContext, count: int, *sources: torch.Tensor) -> torch.Tensor:
-        ctx.count, ctx.like = count, [(source.shape, source.dtype, source.device) for source in sources[count:]]
-        return torch.zeros((), device=sources[0].device)
-
-    @staticmethod
-    def backward(ctx: _NothingContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
-        return (*[None] * (1 + ctx.count), *zeros)  # autograd propagates "no gradient", which cannot become NaN
 
 
 class Recorder:

@@ -46,24 +46,17 @@ def record_initial_values(optimizer: Optimizer) -> None:
 
 
 def group_entries(optimizer: Optimizer, index: int, state: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return the values of a group to store with one of its parameters.
+    """Return the values of a group to store with one of its parameters: those that differ from the group as built.
 
     Args:
         state: the optimizer state of the parameter.
     """
-    return _prefixed(_changed(optimizer, index), state)
-
-
-def _changed(optimizer: Optimizer, index: int) -> dict[str, torch.Tensor]:
     initial, now = _initial_values[optimizer][index], _scalars_of(optimizer.param_groups[index])
-    return {key: value for key, value in now.items() if key not in initial or not _equal(value, initial[key])}
-
-
-def _prefixed(changed: Mapping[str, torch.Tensor], state: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    prefixed = {PREFIX + key: value for key, value in changed.items() if key != COUNT}
+    changed = {key: value for key, value in now.items() if key not in initial or not _equal(value, initial[key])}
+    entries = {PREFIX + key: value for key, value in changed.items() if key != COUNT}
     if COUNT in changed and state and COUNT not in state:
-        prefixed[COUNT] = changed[COUNT].to(torch.float32)  # like the counts of torch's optimizers
-    return prefixed
+        entries[COUNT] = changed[COUNT].to(torch.float32)  # like the counts of torch's optimizers
+    return entries
 
 
 def split_keys(optimizer: Optimizer, keys: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -162,8 +155,8 @@ def step_once(zero: Any) -> None:
 
 
 def _copy_of(group: Mapping[str, object]) -> dict[str, object]:
-    options = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    values = _options(group).items()
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values}
 
 
 def _replace_values(group: dict[str, object], values: Mapping[str, object]) -> None:
@@ -274,8 +267,6 @@ class HostOptimizer(Optimizer):
         for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
             inner.update(_options(group))
         self.inner.step()
-        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            group.update(_options(inner))  # some optimizers keep a count or an estimate in their groups
         self._expose_state()
         for parameter in parameters:
             if parameter.grad is not None:
@@ -285,6 +276,8 @@ class HostOptimizer(Optimizer):
 
     def _expose_state(self) -> None:
         """Make the state in host memory accessible under the device's parameters."""
+        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+            group.update(_options(inner))  # some optimizers keep a count or an estimate in their groups
         for parameter, copy in self._copies.items():
             if copy in self.inner.state:
                 self.state[parameter] = self.inner.state[copy]
@@ -292,8 +285,6 @@ class HostOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state into the host optimizer, whose parameters have the same order."""
         self.inner.load_state_dict(state_dict)
-        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            group.update(_options(inner))
         self.state.clear()
         self._expose_state()
 
@@ -330,10 +321,9 @@ def optimizer_shards(updated: Updated, optimizer: Optimizer) -> Iterator[Shard]:
     """Yield the shards of an optimizer's state. Each is named ``parameter/key``."""
     states: dict[int, dict[str, object]] = {}  # with the values of the group
     for index, group in enumerate(optimizer.param_groups):
-        changed = _changed(optimizer, index)
         for parameter in group["params"]:
             state = dict(optimizer.state.get(parameter, {}))
-            states[id(parameter)] = state | _prefixed(changed, state)
+            states[id(parameter)] = state | group_entries(optimizer, index, state)
     for parameter, shard in updated.items():
         for key, value in sorted(states.get(id(parameter), {}).items()):
             if value is None:

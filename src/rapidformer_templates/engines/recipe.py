@@ -135,9 +135,7 @@ class FirstUses(TorchFunctionMode):
         self.names: list[str] = []
         self._unused = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func.__name__ not in ("__get__", "dim", "size"):  # reading a type or a shape does not count
             for leaf in tree_leaves((args, kwargs)):
                 name = self._unused.pop(id(leaf), None)

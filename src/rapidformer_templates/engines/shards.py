@@ -254,9 +254,8 @@ def gather_whole(shards: Iterable[Shard], workers: Workers) -> Iterator[tuple[st
     be a weight itself.
     """
     own = {shard.name: shard for shard in shards if shard.counts_once}
-    described = workers.gather(
-        {s.name: (s.shape, s.index, tuple(s.values.shape), s.values.dtype) for s in own.values()}
-    )
+    facts = {s.name: (s.shape, s.index, tuple(s.values.shape), s.values.dtype) for s in own.values()}
+    described = workers.gather(facts)
     for name in dict.fromkeys(name for shards_of_rank in described for name in shards_of_rank):
         if not workers.is_main:
             if name in own:

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
-from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.loss import HookCount, Recorder, differs, weighted_loss, wrong_count_error
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.system.accelerator import HostCopy
@@ -32,6 +30,28 @@ T = TypeVar("T")
 
 MAX_STEPS_IN_FLIGHT = 1
 """Number of unread steps when a new one starts. This keeps the device busy."""
+
+ComputeLoss = Callable[[Any, Batch], Any]
+"""The user's hook. It returns the mean loss of the batch, (sum of losses, number of targets) or (mean, output)."""
+
+
+@dataclass
+class StepResult:
+    """The result of an optimizer step, the same on every rank.
+
+    Attributes:
+        loss: mean over the targets of the global batch, a scalar tensor.
+        grad_norm: global norm of the gradient of that loss, before clipping.
+        skipped: whether the update was skipped because the scaled gradient overflowed (fp16).
+        measured: further values for the metrics, such as the model's auxiliary losses.
+
+    On a GPU these values are computed asynchronously. Reading one waits for the device.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    skipped: bool | torch.Tensor = False
+    measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Step:
@@ -131,12 +151,10 @@ class Step:
     def __enter__(self) -> Step:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         try:
             while self._contexts:
-                self._contexts.pop().__exit__(kind, error, trace)
+                self._contexts.pop().__exit__(*error)
         finally:
             if self.result is None:
                 self._engine.drop()
@@ -222,7 +240,6 @@ def _not_finite(losses: _Losses) -> list[int]:
     return sorted({sample for loss, samples in losses if not torch.isfinite(loss) for sample in samples})
 
 
-@dataclass
 class StepMonitor:
     """Steps whose results the device has and the host has not read yet.
 
@@ -234,11 +251,9 @@ class StepMonitor:
         hook_counts: counts of the hook in this step's micro batches so far. They are compared on the device.
     """
 
-    device: torch.device
-    hook_counts: list[HookCount] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._ended = torch.zeros((), dtype=torch.bool, device=self.device)
+    def __init__(self, device: torch.device) -> None:
+        self.hook_counts: list[HookCount] = []
+        self._ended = torch.zeros((), dtype=torch.bool, device=device)
         # For each step: its number, the values on the device, the micro batches of the hook's counts, and the losses.
         self._unread: deque[tuple[int, HostCopy, list[MicroBatch], _Losses]] = deque()
         self._started = 0

@@ -8,7 +8,6 @@ they are chosen once, by the length of the run's rows, as vLLM chooses them by i
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
@@ -22,6 +21,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rapidformer_templates.errors import ModelError, did_you_mean
+from rapidformer_templates.models.blocks import WrappedForward
 from rapidformer_templates.models.model_files import OWN_EXPERTS, padded_vocab_size, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.tasks import TASKS, tasks_with
@@ -255,15 +255,14 @@ def dropout_rates(default: PreTrainedConfig, rate: float) -> dict[str, float]:
     return dict.fromkeys(names, rate)
 
 
-class _ForLength:
+class _ForLength(WrappedForward):
     """The forward of a rotary embedding as if each batch had a row of ``length`` tokens.
 
     Rows of more than ``limit`` tokens have other frequencies.
     """
 
     def __init__(self, forward: Callable[..., object], length: int, limit: int) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
+        super().__init__(forward)
         self.length, self.limit = length, limit
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, *args: object, **kwargs: object) -> object:

@@ -5,12 +5,13 @@ Also the width of a model, and the full shapes and canonical names of its parame
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -268,6 +269,20 @@ def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     return before
 
 
+class WrappedForward:
+    """Replaces the forward of a module, and calls it.
+
+    Attributes:
+        forward: the forward that it replaces, which may wrap another one.
+    """
+
+    __call__: Callable[..., Any]
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+
+
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Use evaluation mode inside the context. Afterwards each module has its own mode again."""
@@ -306,7 +321,7 @@ def first_blocks_only(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for first, _, *others in (names for names in groups.values() if len(names) > 2):
             skipped = {name: SkippedBlock(None, blocks[name]) for name in others}
-            hook = blocks[first].register_forward_hook(partial(_take_form, list(skipped.values())))
+            hook = blocks[first].register_forward_hook(functools.partial(_take_form, list(skipped.values())))
             stack.callback(hook.remove)
             stack.enter_context(replaced(model, skipped))
         yield

@@ -71,23 +71,7 @@ class DividedTensor(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def handles(cls, *functions: TorchFunction) -> Callable[[Handler], Handler]:
-        """Register a handler for torch functions."""
-
-        def register(handler: Handler) -> Handler:
-            cls.handlers.update(dict.fromkeys(functions, handler))
-            return handler
-
-        return register
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: TorchFunction,
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(cls, function: TorchFunction, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if function in _OF_THE_WHOLE:
             with torch._C.DisableTorchFunctionSubclass():

@@ -8,7 +8,6 @@ with something, and a label that does not is unused.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import warnings
@@ -25,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 from transformers import PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import first_blocks_only, in_eval_mode
+from rapidformer_templates.models.blocks import WrappedForward, first_blocks_only, in_eval_mode
 from rapidformer_templates.system import accelerator
 
 LENGTH = 4
@@ -156,12 +155,11 @@ def outputs_kept(model: nn.Module) -> Iterator[None]:
             del module.forward
 
 
-class _Kept:
+class _Kept(WrappedForward):
     """A forward that computes equal inputs once."""
 
     def __init__(self, forward: Callable[..., object]) -> None:
-        functools.update_wrapper(self, forward)
-        self._forward = forward
+        super().__init__(forward)
         self._calls: list[tuple[list[object], TreeSpec, object]] = []
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -169,7 +167,7 @@ class _Kept:
         known = (output for others, its_form, output in self._calls if form == its_form and _equal(inputs, others))
         output = next(known, None)
         if output is None:
-            output = self._forward(*args, **kwargs)
+            output = self.forward(*args, **kwargs)
             self._calls.append(([x.clone() if isinstance(x, torch.Tensor) else x for x in inputs], form, output))
         return tree_map_only(torch.Tensor, torch.clone, output)  # the model may change it in place
 
@@ -209,13 +207,7 @@ class _Smoothing(TorchFunctionMode):
         self.share = share
         self.acted = False
 
-    def __torch_function__(
-        self,
-        function: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         arguments = dict(kwargs or {})
         if function is functional.cross_entropy:
             arguments["label_smoothing"] = self.share

@@ -81,9 +81,8 @@ def build_config(
     else:
         raise model_files.no_model_error()
     architectures.check_head(model_config, auto_class)
-    encodes = architectures.objective_of(model_config.model_type) == "masked" or not getattr(
-        model_config, "is_decoder", True
-    )
+    is_masked = architectures.objective_of(model_config.model_type) == "masked"
+    encodes = is_masked or not getattr(model_config, "is_decoder", True)
     if auto_class == "AutoModelForCausalLM" and encodes and not model_config.is_encoder_decoder:
         overrides["is_decoder"] = True  # otherwise an encoder would see the tokens that it must predict
     if auto_class == architectures.SEQUENCE_CLASSIFICATION and model_config.pad_token_id is None:
@@ -150,10 +149,8 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
     folder = folder_of_model(flags, "config")
     model_files.check_config_file(folder)
     pretrained = read_config_of(folder, trust_remote_code=flags.trust_remote_code)
-    for flag, attribute in {
-        "model_type": "model_type",
-        **architectures.SIZE_FLAGS,
-    }.items():  # they cannot change the model
+    fixed = {"model_type": "model_type", **architectures.SIZE_FLAGS}  # flags that cannot change the model
+    for flag, attribute in fixed.items():
         requested, actual = getattr(flags, flag), getattr(pretrained, attribute, None)
         if flag == "max_position_embeddings":
             actual = architectures.positions_of(pretrained)

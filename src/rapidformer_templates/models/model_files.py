@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-OWN_EXPERTS = frozenset(
-    {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "flex_olmo"}
-)  # fmt: skip
+OWN_EXPERTS = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "flex_olmo"})
 """Architectures of transformers whose own experts are used without conversion."""
 
 CONVERTED = "moe-"

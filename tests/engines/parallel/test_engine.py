@@ -5,11 +5,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from tests.support.parallel_jobs import begin, train_all
-from tests.support.parity import EXACT, Trained, assert_follows, reference
-from tests.support.selection import by_default, selected
+from tests.support.parallel_jobs import resumed
+from tests.support.parity import EXACT, Trained, assert_close, assert_follows, observed, reference, train
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
@@ -71,16 +70,13 @@ HALF = {
 OFFLOADED = ("gpt2-4-tied", True, f"--micro-batch-size 1 {PIPELINE} 2 {ZERO_1} --cpu-offload")
 
 
-def _whole(case: tuple[str, bool, str]) -> tuple[str, bool, str]:
-    """Return the same job in one process, with micro batches of the same size: some models round to fp32 inside."""
-    words = case[2].split()
+def _whole(layout: str) -> Trained:
+    """Train the same job in one process, with micro batches of the same size: some models round to fp32 inside."""
+    job, double, flags = (FOUR | HALF)[layout]
+    words = flags.split()
     size = words[words.index("--micro-batch-size") + 1]
     precision = "".join(f" --mixed-precision {kind}" for kind in HALF if kind in words)
-    return case[0], case[1], f"{STEPS} --micro-batch-size {size}{precision}"
-
-
-def _with_steps(cases: dict[str, tuple[str, bool, str]]) -> dict[str, tuple[str, bool, str]]:
-    return {name: (job, double, f"{STEPS} {flags}") for name, (job, double, flags) in cases.items()}
+    return reference(job, double, f"{STEPS} --micro-batch-size {size}{precision}")
 
 
 # A run that dies and resumes in another layout, several times: (flags, the step after which it dies).
@@ -94,33 +90,14 @@ CHAIN = (
 )
 
 
-def _begin(folder: str, flags: str, dies_after: int | None = None) -> list[tuple[float, float]]:
-    return begin("gpt2-8-tied", folder, f"{RESUMED} --save-interval 1 {flags}", dies_after)
-
-
-def _go_on(workers: Any, folder: str, chain: tuple[tuple[str, int], ...]) -> list[tuple[float, float]]:
-    """Return the joined curves of all parts, each without its last step: the run dies in that step before it saves."""
-    curve: list[tuple[float, float]] = []
-    for flags, dies_after in chain:
-        curve += _begin(folder, flags, dies_after)[:-1]
-    return curve
-
-
 def _offloaded(workers: Any) -> Trained:
     with mock.patch("rapidformer_templates.engines.local.is_in_host_memory", return_value=False):
-        return train_all(workers, _with_steps({"offloaded": OFFLOADED}))["offloaded"]
+        return train(*OFFLOADED[:2], f"{STEPS} {OFFLOADED[2]}")
 
 
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """All layouts, trained by one group of workers."""
-    names = sorted({*selected(request, "layout"), *selected(request, "kind"), *SHORT})
-    return run_in_workers(4, train_all, _with_steps({name: (FOUR | HALF)[name] for name in names}))[0]
-
-
-@pytest.fixture(scope="module")
-def references(runs: dict[str, Any]) -> dict[str, Any]:
-    return {name: reference(*_whole(case)) for name, case in (FOUR | HALF).items() if name in runs}
+def _run(layout: str) -> Trained:
+    job, double, flags = (FOUR | HALF)[layout]
+    return observed(4, job, double, f"{STEPS} {flags}")[0]
 
 
 def _assert_follows(actual: Trained, expected: Trained, double: bool) -> None:
@@ -130,41 +107,37 @@ def _assert_follows(actual: Trained, expected: Trained, double: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", by_default(SHORT, FOUR))
-def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> None:
-    _assert_follows(runs[layout], references[layout], FOUR[layout][1])
-
-
-def test_the_references_learn_and_are_clipped(references: Any) -> None:
-    """A constant curve would agree with anything."""
-    for run in references.values():
-        assert len({loss for loss, _ in run["curve"]}) == 3
-        assert max(norm for _, norm in run["curve"]) > 2 * CLIP
+def test_layout_follows_one_process(layout: str) -> None:
+    expected = _whole(layout)
+    _assert_follows(_run(layout), expected, FOUR[layout][1])
+    # A constant curve, or one that is never clipped, would agree with anything.
+    assert len({loss for loss, _ in expected["curve"]}) == 3
+    assert max(norm for _, norm in expected["curve"]) > 2 * CLIP
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize(
     ("kind", "dtype", "bits"), [("bf16", "bfloat16", 8), ("fp16", "float16", 11), ("fp16-shards", "float16", 11)]
 )
-def test_half_precision_follows_one_process_within_its_rounding(
-    kind: str, dtype: str, bits: int, runs: Any, references: Any
-) -> None:
-    found, wanted = (torch.tensor(run[kind]["curve"]) for run in (runs, references))
-    torch.testing.assert_close(found, wanted, rtol=2**-bits, atol=0)
-    receipts = runs[kind]["summary"]["receipts"]
+def test_half_precision_follows_one_process_within_its_rounding(kind: str, dtype: str, bits: int) -> None:
+    found = _run(kind)
+    assert_close(found["curve"], _whole(kind)["curve"], 2**-bits, 0)
+    receipts = found["summary"]["receipts"]
     assert dtype in receipts["activation_dtypes"]
     narrow = [] if SHARDS in HALF[kind][2] else [dtype]  # matrices, and norms in fp32; shards are fp32
     assert receipts["parameter_dtypes"] == sorted([*narrow, "float32"])
 
 
 @pytest.mark.longer
-def test_offload_moves_the_state_and_nothing_else(references: Any) -> None:
+def test_offload_moves_the_state_and_nothing_else() -> None:
     """The engine treats host memory as separate from the device. The job belongs to another layout."""
-    _assert_follows(run_in_workers(4, _offloaded)[0], references["pp2-dp2-zero-2"], double=True)
+    _assert_follows(run_in_workers(4, _offloaded)[0], _whole("pp2-dp2-zero-2"), double=True)
 
 
 @pytest.mark.parametrize("layout", by_default(SHORT, sorted(HOLDS)))
-def test_receipts_show_what_each_worker_holds(layout: str, runs: Any, references: Any) -> None:
-    held, whole = (each[layout]["summary"]["receipts"]["held_bytes_by_rank"] for each in (runs, references))
+def test_receipts_show_what_each_worker_holds(layout: str) -> None:
+    runs = _run(layout), _whole(layout)
+    held, whole = (run["summary"]["receipts"]["held_bytes_by_rank"] for run in runs)
     for place in held:
         assert place["parameter_bytes"] < 0.65 * whole[0]["parameter_bytes"]  # a stage, and a copy of the embedding
         # Half of a stage, over two replicas. ZeRO-1 has whole gradients until the last backward, and then the shares.
@@ -174,34 +147,25 @@ def test_receipts_show_what_each_worker_holds(layout: str, runs: Any, references
 
 
 @pytest.mark.parametrize("layout", by_default(EACH_SHARE, sorted(EACH_SHARE)))
-def test_a_worker_holds_its_shards_of_its_part(layout: str, runs: Any, references: Any) -> None:
-    held, whole = (each[layout]["summary"]["receipts"]["held_bytes_by_rank"] for each in (runs, references))
+def test_a_worker_holds_its_shards_of_its_part(layout: str) -> None:
+    runs = _run(layout), _whole(layout)
+    held, whole = (run["summary"]["receipts"]["held_bytes_by_rank"] for run in runs)
     for place in held:  # half of a part, with the embedding and what tensor parallelism leaves whole
         assert place["parameter_bytes"] < 0.33 * whole[0]["parameter_bytes"]
         assert place["gradient_bytes"] == pytest.approx(place["parameter_bytes"], rel=0.05)  # without padding
         assert place["optimizer_state_bytes"] == pytest.approx(2 * place["parameter_bytes"], rel=0.05)
 
 
-@pytest.fixture(scope="module")
-def whole() -> torch.Tensor:
-    """The curve of an uninterrupted run of ``CHAIN`` in one process."""
-    run = reference("gpt2-8-tied", False, f"{RESUMED} --micro-batch-size 8", lr=None)
-    return torch.tensor(run["curve"])
-
-
-def _chain_ends(workers: Any, folder: str) -> list[tuple[float, float]]:
-    return _begin(folder, "--micro-batch-size 4 --fsdp-memory-optimization --resume")
-
-
 @pytest.mark.longer
 @pytest.mark.deepspeed
-def test_a_run_goes_through_all_engines(whole: torch.Tensor, tmp_path: Path) -> None:
+def test_a_run_goes_through_all_engines(tmp_path: Path) -> None:
     """3D, pipelines alone and interleaved, shards of parts and stages, ZeRO-2 of DeepSpeed, one process, FSDP."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
-    folder = str(tmp_path)
-    curve = run_in_workers(4, _go_on, folder, CHAIN)[0]
-    curve += run_in_workers(2, _go_on, folder, ((f"--micro-batch-size 4 {ZERO_2} --resume", 7),))[0]
+    run = "gpt2-8-tied", str(tmp_path), f"{RESUMED} --save-interval 1"
+    curve = run_in_workers(4, resumed, *run, CHAIN)[0][:-1]
+    curve += run_in_workers(2, resumed, *run, [(f"--micro-batch-size 4 {ZERO_2} --resume", 7)])[0][:-1]
     # One more step in one process. The run dies in its last step, and FSDP takes over before it.
-    curve += _begin(folder, "--micro-batch-size 4 --resume", dies_after=8)[:-1]
-    curve += run_in_workers(2, _chain_ends, folder)[0]
-    torch.testing.assert_close(torch.tensor(curve), whole, rtol=1e-5, atol=1e-6)
+    curve += resumed(None, *run, [("--micro-batch-size 4 --resume", 8)])[:-1]
+    curve += run_in_workers(2, resumed, *run, [("--micro-batch-size 4 --fsdp-memory-optimization --resume", None)])[0]
+    whole = reference(run[0], False, f"{RESUMED} --micro-batch-size 8", lr=None)["curve"]
+    assert_close(curve, whole)

@@ -10,11 +10,10 @@ from torch import nn
 
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.engines.parallel import engine
-from rapidformer_templates.engines.parallel.compute_dtype import sum_rows_in_fp32
-from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
+from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter, sum_rows_in_fp32
 from rapidformer_templates.errors import RapidformerError
 from tests.support.jobs import CausalJob, _pad, _sequences
-from tests.support.parallel_jobs import begin, train_all
+from tests.support.parallel_jobs import resumed, train_all
 from tests.support.parity import reference, train, trained, weights_apart
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
@@ -51,14 +50,6 @@ def _train_all(workers: Any, layouts: list[str]) -> dict[str, Any]:
         return train_all(workers, cases)
 
 
-def _chain(workers: Any, folder: str) -> list[tuple[float, float]]:
-    curve: list[tuple[float, float]] = []
-    for flags, dies_after in CHAIN:
-        words = f"{RESUMED} --save-interval 1 {flags}"
-        curve = [*curve[:-1], *begin("gpt2-4-tied", folder, words, dies_after)]
-    return curve
-
-
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest) -> dict[str, Any]:
     """All layouts, trained by one group of workers. Windows have 700 elements: they are many and cross parameters."""
@@ -88,8 +79,9 @@ def test_gradients_leave_while_the_backward_is_at_work(layout: str, runs: Any) -
 @pytest.mark.distributed
 @pytest.mark.longer
 def test_a_run_goes_on_with_either_way_to_keep_weights(tmp_path: Path) -> None:
-    alone = reference("gpt2-4-tied", False, f"{RESUMED} --micro-batch-size 8 {BF16}", lr=None)
-    found, wanted = torch.tensor(run_in_workers(2, _chain, str(tmp_path))[0]), torch.tensor(alone["curve"])
+    run = "gpt2-4-tied", str(tmp_path), f"{RESUMED} --save-interval 1"
+    alone = reference(run[0], False, f"{RESUMED} --micro-batch-size 8 {BF16}", lr=None)
+    found, wanted = torch.tensor(run_in_workers(2, resumed, *run, CHAIN)[0]), torch.tensor(alone["curve"])
     assert found.shape == wanted.shape == (5, 2)
     torch.testing.assert_close(found, wanted, rtol=3 * ROUNDING["bf16"], atol=0)
 

@@ -12,7 +12,7 @@ import torch
 from rapidformer_templates import OptimizerSpec
 from rapidformer_templates.switches.optimizer.updates import Lamb
 from tests.support.jobs import OTHERS
-from tests.support.parallel_jobs import JOBS, begin, train_all
+from tests.support.parallel_jobs import JOBS, begin, resumed, train_all
 from tests.support.parity import reference
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
@@ -37,10 +37,7 @@ CASES = {
 SHORT = ("lamb, data",)
 SPLIT = (DISTRIBUTED, PIPELINE, ZERO_1, ZERO_2)
 
-RESUMED = (
-    "--train-iters 5 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3"
-    " --optimizer adafactor --no-export-model"
-)
+RESUMED = f"{STEPS} --lr 1e-3 --optimizer adafactor --save-interval 1 --micro-batch-size 2"
 CHAIN = ((f"{PIPELINE} {ZERO_2}", 2), (f"{DISTRIBUTED} --resume", 3), (f"{PIPELINE} {ZERO_1} --resume", 4))
 """(flags, step after which the run dies)."""
 
@@ -87,14 +84,6 @@ def _train_all(workers: Any, names: list[str]) -> dict[str, Any]:
         return train_all(workers, _cases(names, alone=False))
 
 
-def _chain(workers: Any, folder: str) -> list[tuple[float, float]]:
-    curve: list[tuple[float, float]] = []
-    for flags, dies_after in CHAIN:
-        words = f"{RESUMED} --save-interval 1 --micro-batch-size 2 {flags}"
-        curve = [*curve[:-1], *begin("gpt2-4-tied", folder, words, dies_after)]
-    return curve
-
-
 @pytest.fixture(scope="module")
 def names(request: pytest.FixtureRequest) -> list[str]:
     """The cases that the selected tests read."""
@@ -133,7 +122,7 @@ def test_each_worker_has_a_share_of_the_state(runs: Any, alone: Any) -> None:
 
 @pytest.mark.longer
 def test_a_run_goes_on_in_any_layout_and_in_one_process(tmp_path: Path) -> None:
-    curve = run_in_workers(4, _chain, str(tmp_path))[0]
-    whole = reference("gpt2-4-tied", False, f"{RESUMED} --micro-batch-size 8", lr=None)
-    end = begin("gpt2-4-tied", str(tmp_path), f"{RESUMED} --micro-batch-size 2 --resume")
+    curve = run_in_workers(4, resumed, "gpt2-4-tied", str(tmp_path), RESUMED, CHAIN)[0]
+    whole = reference("gpt2-4-tied", False, f"{STEPS} --lr 1e-3 --optimizer adafactor --micro-batch-size 8", lr=None)
+    end = begin("gpt2-4-tied", str(tmp_path), f"{RESUMED} --resume")
     torch.testing.assert_close(torch.tensor([*curve[:-1], *end]), torch.tensor(whole["curve"]), rtol=1e-5, atol=1e-6)

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.collectives import Peers
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.context import divide_context
 from rapidformer_templates.switches.layout.divided_tensors import DividedRows
 from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards, Streams

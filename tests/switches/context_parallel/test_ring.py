@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rapidformer_templates.engines.collectives import Peers
 from rapidformer_templates.switches.layout import context_attention
-from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.context_attention import AttentionMask, ring_attention
 from rapidformer_templates.switches.layout.sequence_shards import TokenIntervals
 from tests.support.worker_pool import run_in_workers

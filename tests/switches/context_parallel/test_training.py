@@ -12,7 +12,7 @@ from rapidformer_templates.switches.layout.context import DivisionTrial
 from tests.support import parity
 from tests.support.architecture_runs import train
 from tests.support.architectures import tiny
-from tests.support.parallel_jobs import begin
+from tests.support.parallel_jobs import begin, resumed
 from tests.support.parity import EXACT, Trained, assert_close, assert_follows, observed, reference
 from tests.support.selection import by_default
 from tests.support.worker_pool import Failure, outcomes_in_workers, run_in_workers
@@ -77,19 +77,12 @@ CHAIN = (
 )
 
 
-def _chain(workers: Any, folder: str) -> list[tuple[float, float]]:
-    """Return the curve of a run that dies and resumes in another layout. Each part begins one step before the death."""
-    curve: list[tuple[float, float]] = []
-    for flags, dies_after in CHAIN:
-        curve = [*curve[:-1], *begin("gpt2-8-tied", folder, f"{RESUMED} {flags}", dies_after)]
-    return curve
-
-
 @pytest.mark.longer
 def test_a_run_goes_on_in_any_layout_and_in_one_process(tmp_path: Path) -> None:
-    first = run_in_workers(4, _chain, str(tmp_path / "chain"))[0]
-    end = begin("gpt2-8-tied", str(tmp_path / "chain"), f"{RESUMED} --micro-batch-size 2 --resume")
-    whole = begin("gpt2-8-tied", str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
+    job, folder = "gpt2-8-tied", str(tmp_path / "chain")
+    first = run_in_workers(4, resumed, job, folder, RESUMED, CHAIN)[0]
+    end = begin(job, folder, f"{RESUMED} --micro-batch-size 2 --resume")
+    whole = begin(job, str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
     assert_close([*first[:-1], *end], whole)
 
 

@@ -2,18 +2,17 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rapidformer_templates.engines.boxes import local_boxes
+from rapidformer_templates.engines.boxes import Index
 from rapidformer_templates.errors import DataError
 from tests.support.made import Made
-from tests.support.selection import by_default, selected
-from tests.support.tensor_jobs import CLIP, HIDDEN, MODELS, VOCABULARY, Case, batches, build, divided, loss_of, train
-from tests.support.tensor_plans import shard_dims
+from tests.support.parity import EXACT, assert_close, assert_follows, observed, reference
+from tests.support.selection import by_default
+from tests.support.tensor_jobs import HIDDEN, MODELS, VOCABULARY, Case, batch_of, build, divided, loss_of, shard_dims
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
@@ -21,14 +20,10 @@ pytestmark = pytest.mark.distributed
 TEMPERATURE = 0.5
 
 
-def _batch(model: str) -> dict[str, torch.Tensor]:
-    return next(batches(model, micro=1))[0]
-
-
 def _shapes_in_a_step(case: Case, workers: Any) -> set[tuple[int, ...]]:
     model = build(case, workers)
     with Made() as seen:
-        loss_of(case, model, _batch(case.model)).backward()
+        loss_of(case, model, batch_of()).backward()
     return seen.shapes
 
 
@@ -40,7 +35,7 @@ def _tied_and_sharded(workers: Any) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         local = parameter.to_local()
-        for box in local_boxes(parameter):
+        for box in Index.of(parameter).boxes:
             torch.testing.assert_close(local[box.local], whole[name][box.whole], rtol=0, atol=0)
         parts[name] = (local.numel(), whole[name].numel())
     return {"tied": model.lm_head.weight is model.transformer.wte.weight, "parts": parts, "dims": shard_dims(plain)}
@@ -51,7 +46,7 @@ def _outputs(workers: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in {"divided": Case("llama", 2, sequence=True), "whole": Case("llama")}.items():
         model: Any = build(case, workers if name == "divided" else None)
-        batch = _batch("llama")
+        batch = batch_of()
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
         logits = model(**inputs).logits
         operations = {
@@ -96,7 +91,7 @@ def _masks(workers: Any, sequence: bool, checkpointed: bool) -> dict[str, Any]:
     nn.functional.dropout = watched
     try:
         for _ in range(2):
-            loss_of(case, model, _batch("gpt2")).backward()
+            loss_of(case, model, batch_of()).backward()
     finally:
         nn.functional.dropout = original
     return {**masks, "state": torch.get_rng_state()}
@@ -107,7 +102,7 @@ def _beyond(workers: Any) -> dict[str, str]:
     found = {}
     for token in (VOCABULARY, VOCABULARY + 900, -1):
         for key in ("input_ids", "labels"):
-            batch = {name: tensor.clone() for name, tensor in _batch("gpt2").items()}
+            batch = {name: tensor.clone() for name, tensor in batch_of().items()}
             batch[key][0, 3] = token
             with pytest.raises(DataError) as caught:
                 build(Case("gpt2", 2), workers)(**batch)
@@ -140,7 +135,7 @@ def test_tokens_beyond_the_vocabulary_are_errors(found: Any) -> None:
     for on_rank in found:
         for case, error in on_rank["beyond"].items():
             what = "target" if "labels" in case else "token of the input"
-            assert error.startswith(f"a {what} is not one of the 51 tokens of the model"), case
+            assert error.startswith(f"a {what} is not one of the 67 tokens of the model"), case
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +165,7 @@ def test_fused_loss_has_its_own_words_of_a_few_rows(found: Any) -> None:
 def test_the_watch_sees_whole_logits() -> None:
     with Made() as seen:
         case = Case("llama")
-        loss_of(case, build(case), _batch("llama")).backward()
+        loss_of(case, build(case), batch_of()).backward()
     assert any(shape[-1] == VOCABULARY for shape in seen.shapes if len(shape) > 1)
 
 
@@ -193,7 +188,7 @@ def test_outputs_are_those_of_the_whole_model(found: Any) -> None:
 
 
 def test_sequence_shards_are_half_as_long(found: Any) -> None:
-    length = _batch("llama")["input_ids"].shape[1]
+    length = batch_of()["input_ids"].shape[1]
     shapes = found[0]["shapes on shards"]
     assert (3, -(-length // 2), HIDDEN) in shapes
 
@@ -231,80 +226,43 @@ def test_generators_are_equal_after_a_step(found: Any) -> None:
 
 # Training: every architecture with a plan, on two and four workers.
 
-STEPS = 3
-ALL = {"sequence": True, "checkpointed": True, "tied": False}
-CASES = [
-    *(Case(model, 2, kind="float64") for model in ("llama", "gpt_neox", "gpt2", "bert", "t5")),
-    *(Case(model, 2, kind="float64", **ALL) for model in MODELS),
-    *(Case(model, 2, own_loss=True, sequence=True) for model in ("llama", "bert")),
-    *(Case(model, 2, kind="float64", fused=True) for model in ("gpt2", "bert", "t5")),
-    Case("llama", 2, kind="float64", fused=True, **ALL),
-    Case("roberta", 2, kind="float64", fused=True, own_loss=True, **ALL),
-    Case("own", 2, kind="float64", checkpointed=True),
-    Case("gpt2", 4, kind="float64", sequence=True),
-    Case("gpt2", 4, kind="float64", sequence=True, fused=True),
-    Case("llama", 4, own_loss=True, tied=False),
+STEPS = "--train-iters 3 --eval-interval 2 --global-batch-size 8 --micro-batch-size 4 --clip-grad 0.1 --no-export-model"
+SEQUENCE, AGAIN, FUSED = "--sequence-parallel", "--checkpoint-activations", "--fused-linear-cross-entropy"
+ALL = f"{SEQUENCE} {AGAIN}"
+CASES = [  # (workers, model, double precision, flags). In fp32, the model computes the loss from the labels
+    *((2, f"{model}-tied", True, "") for model in ("llama", "gpt_neox", "gpt2", "bert", "t5")),
+    *((2, f"{model}-untied", True, ALL) for model in MODELS),
+    *((2, f"{model}-tied", False, SEQUENCE) for model in ("llama", "bert")),
+    *((2, f"{model}-tied", True, FUSED) for model in ("gpt2", "bert", "t5")),
+    (2, "llama-untied", True, f"{ALL} {FUSED}"),
+    (2, "roberta-untied", False, f"{ALL} {FUSED}"),
+    (2, "own-tied", True, AGAIN),
+    (4, "gpt2-tied", True, SEQUENCE),
+    (4, "gpt2-tied", True, f"{SEQUENCE} {FUSED}"),
+    (4, "llama-untied", False, ""),
 ]
-SHORT = [Case("llama", 2, kind="float64", **ALL), Case("bert", 2, own_loss=True, sequence=True)]
-"""Cases that run by default: a decoder with every switch, and an encoder with a loss of the user."""
-BF16 = [
-    Case("llama", 2, kind="bfloat16", own_loss=True, sequence=True),
-    Case("bert", 2, kind="bfloat16", own_loss=True),
-    Case("llama", 2, kind="bfloat16", own_loss=True, sequence=True, fused=True),
-]
+SHORT = [(2, "llama-untied", True, ALL), (2, "bert-tied", False, SEQUENCE)]
+"""Cases that run by default: a decoder with every switch, and an encoder that computes its loss itself."""
+BF16 = [("llama-tied", SEQUENCE), ("bert-tied", ""), ("llama-tied", f"{SEQUENCE} {FUSED}")]
 
 
-def _train_all(workers: Any, cases: list[Case]) -> dict[Case, Any]:
-    """Train in a group of four. With tensor size 2, each half of the group trains half of the cases."""
-    results: dict[Case, Any] = {}
-    for size in sorted({case.tensor for case in cases}):
-        place = divided(workers, size)
-        for number, case in enumerate(case for case in cases if case.tensor == size):
-            if number % place.data == place.data_rank:
-                results[case] = train(case, place, STEPS)
-    return results
-
-
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> dict[Case, Any]:
-    first, _, third, _ = run_in_workers(4, _train_all, selected(request, "case"))
-    return third | first
-
-
-@pytest.fixture(scope="module")
-def references() -> dict[Case, Any]:
-    return {}
-
-
-def _reference(case: Case, references: dict[Case, Any]) -> Any:
-    if case.whole not in references:
-        references[case.whole] = train(case.whole, steps=STEPS)
-    return references[case.whole]
-
-
-@pytest.mark.parametrize("case", by_default(SHORT, CASES), ids=str)
-def test_it_follows_one_worker(case: Case, runs: Any, references: Any) -> None:
-    actual, expected = runs[case], _reference(case, references)
+@pytest.mark.parametrize(("workers", "model", "double", "flags"), by_default(SHORT, CASES))
+def test_it_follows_one_worker(workers: int, model: str, double: bool, flags: str) -> None:
+    expected = reference(f"tensor-{model}", double, STEPS)
+    found = observed(workers, f"tensor-{model}", double, f"{STEPS} --tensor-model-parallel-size {workers} {flags}")
     # The router of Mixtral computes in fp32, independent of the model's type.
-    exact = case.kind == "float64" and case.model != "mixtral"
-    np.testing.assert_allclose(actual["curve"], expected["curve"], rtol=1e-10 if exact else 1e-5)
-    assert actual["weights"].keys() == expected["weights"].keys()
-    for name, weight in expected["weights"].items():
-        np.testing.assert_allclose(actual["weights"][name], weight, rtol=0, atol=1e-10 if exact else 1e-5, err_msg=name)
+    exact = double and not model.startswith("mixtral")
+    assert_follows(found[0], expected, *(EXACT if exact else ()), weights=None if exact else (0, 1e-5))
+    losses, norms = zip(*expected["curve"], strict=True)
+    assert len(set(losses)) == 3
+    assert max(norms) > 0.15  # so that clipping has an effect
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("case", BF16, ids=str)
-def test_bf16_follows_one_worker_within_its_rounding(case: Case, runs: Any, references: Any) -> None:
-    losses, norms = np.transpose(runs[case]["curve"])
-    expected_losses, expected_norms = np.transpose(_reference(case, references)["curve"])
-    np.testing.assert_allclose(losses, expected_losses, rtol=5e-3)
-    np.testing.assert_allclose(norms, expected_norms, rtol=3e-2)
-
-
-def test_the_references_move(runs: Any, references: Any) -> None:
-    """A curve that is constant, or is never clipped, would agree with anything."""
-    for case in runs.keys() - {*BF16}:
-        losses, norms = np.transpose(_reference(case, references)["curve"])
-        assert len(set(losses)) == STEPS
-        assert max(norms) > 1.5 * CLIP
+@pytest.mark.parametrize(("model", "flags"), BF16)
+def test_bf16_follows_one_worker_within_its_rounding(model: str, flags: str) -> None:
+    words = f"{STEPS} --mixed-precision bf16"
+    found = observed(2, f"tensor-{model}", False, f"{words} --tensor-model-parallel-size 2 {flags}")[0]["curve"]
+    expected = reference(f"tensor-{model}", False, words)["curve"]
+    for column, rtol in enumerate((5e-3, 3e-2)):  # of the losses and of the norms
+        assert_close([step[column] for step in found], [step[column] for step in expected], rtol, 0)

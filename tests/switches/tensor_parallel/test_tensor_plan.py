@@ -12,8 +12,7 @@ from rapidformer_templates.switches.layout.tensor_plan import check_sizes, tenso
 from rapidformer_templates.switches.layout.tensor_styles import KNOWN, PLANS, styles_in_transformers
 from tests.support.messages import Says
 from tests.support.requests import CPU, GPUS, codes
-from tests.support.tensor_jobs import MODELS
-from tests.support.tensor_plans import shard_dims
+from tests.support.tensor_jobs import MODELS, shard_dims
 
 
 def _meta(model: str, tied: bool = True) -> nn.Module:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch._dynamo
 
-from rapidformer_templates.switches.layout import collectives
-from rapidformer_templates.switches.layout.collectives import copy_all_to_region
+from rapidformer_templates.engines import collectives
+from rapidformer_templates.engines.collectives import copy_all_to_region
 from rapidformer_templates.switches.torch_compile.transform import AUTOMATIC, EVALUATION
 from tests.support import compiled_jobs as _jobs  # noqa: F401 - registers them
 from tests.support import parity

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Data
-from rapidformer_templates.engines.current_batch import mask_answers, watch_positions
+from rapidformer_templates.engines.current_batch import rows_of, watch_positions
 from rapidformer_templates.planning.environment import detect_gpu
 from rapidformer_templates.switches.auto_strategy.tracing import Batch, loss_of_model
 from rapidformer_templates.trainer import Trainer
@@ -172,7 +172,7 @@ def training_flops(build: Callable[[], nn.Module], example: Mapping[str, torch.T
     watch_positions(model)
     packed = MicroBatch(batch, [], mask_facts={"position_ids": False})
     counter = FlopCounterMode(display=False)
-    with counter, mask_answers(packed, batch):
+    with counter, rows_of(packed, batch, answers=True):
         model(**batch).loss.backward()
     return int(counter.get_total_flops())
 

@@ -14,7 +14,7 @@ from torch import nn
 from rapidformer_templates.engines import shards as sharding
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.parallel import compute_dtype
+from rapidformer_templates.engines.parallel import replicas
 from rapidformer_templates.engines.parallel.buckets import bucket_size_for
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter, UpdateShard
 from rapidformer_templates.engines.recipe import OptimizerSpec
@@ -40,9 +40,8 @@ class ParallelEngine(SingleEngine):
         self._sharding = plan.engine_options.shard_over_data
         self._device = plan.device  # a planned run has its tensors elsewhere
         types = plan.engine_options.master_weights  # None if parameters keep their type
-        self._gradient_types = types and compute_dtype.GradientTypes(
-            compute_dtype.TYPES[types.accumulate], compute_dtype.TYPES[types.reduce]
-        )
+        kinds = replicas.TYPES
+        self._gradient_types = types and replicas.GradientTypes(kinds[types.accumulate], kinds[types.reduce])
         self._sharded_gradients: ShardedGradients
         self.is_last = False  # whether gradients are complete after this micro batch
 
@@ -58,7 +57,7 @@ class ParallelEngine(SingleEngine):
         persistent = model.state_dict(keep_vars=True)
         self._kept_buffers = [buffer for name, buffer in model.named_buffers() if name in persistent]
         placement, trained = self.assembly.placement, []
-        with_masters = compute_dtype.parameters_with_masters(model) if self._gradient_types else set()
+        with_masters = replicas.parameters_with_masters(model) if self._gradient_types else set()
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 whole = placement.whole_name(canonical_name(name))
@@ -75,9 +74,9 @@ class ParallelEngine(SingleEngine):
             tied=tied,
             bucket_size=bucket_size,
             whole=not updates_elementwise(_path_of(recipe.cls)),
-            types=self._gradient_types or compute_dtype.IN_FP32,
+            types=self._gradient_types or replicas.IN_FP32,
         )
-        compute_dtype.sum_rows_in_fp32(self.model)
+        replicas.sum_rows_in_fp32(self.model)
         named = [(unit.of.name, unit.values) for unit in self._sharded_gradients.units]
         differing = recipe.differences([(entry.name, entry.parameter) for entry in trained])
         if not named:  # only frozen blocks, or fewer elements than replicas: optimizers reject an empty list

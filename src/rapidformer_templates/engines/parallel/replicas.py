@@ -14,17 +14,37 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
+from rapidformer_templates.engines.forwards import differentiable
 from rapidformer_templates.engines.parallel.buckets import Bucket, buckets_by_key, update_chunks
-from rapidformer_templates.engines.parallel.compute_dtype import IN_FP32, GradientTypes, cast_to_compute_dtype
 from rapidformer_templates.engines.shards import NO_COPIES, Copies, local_part
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers, all_gather, reduce_scatter
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class GradientTypes:
+    """Types of the gradients of 16-bit parameters.
+
+    Attributes:
+        accumulate: type in which they are accumulated over micro batches.
+        reduce: type in which they are summed over replicas.
+    """
+
+    accumulate: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+
+IN_FP32 = GradientTypes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,9 +213,8 @@ class ShardedGradients:
     def _on_gradient_ready(self, index: int) -> None:
         """Queue a gradient. All ranks send buckets in the same order, each as soon as it is complete."""
         if index in self._sent_gradients:
-            message = (
-                f"the gradient of {self.trained[index].name} was ready twice in one backward, and had already been sent"
-            )
+            name = self.trained[index].name
+            message = f"the gradient of {name} was ready twice in one backward, and had already been sent"
             hint = "checkpoint with use_reentrant=False, or with --checkpoint-activations"
             raise RapidformerError(message, where="compute_loss()", hint=hint)
         is_sent_at_once = self._exchanging and index in self._shared and index not in self._fp32_accumulated
@@ -497,3 +516,67 @@ def _build_buckets(
         return is_tied, 0 if is_tied else -min(segment.parameter for segment in bucket.segments)
 
     return sorted(keys, key=sort_key), keys
+
+
+def parameters_with_masters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters for which 16 bits are enough: trained fp32 parameters, except those of norms.
+
+    Norms are the modules whose own parameters all have fewer than two dimensions. Autocast computes them in fp32 for
+    inputs of any type, and torch's CPU kernels do not accept fp32 inputs with 16-bit parameters.
+    """
+    of_norms = {
+        id(parameter)
+        for module in model.modules()
+        if all(parameter.ndim < 2 for parameter in module.parameters(recurse=False))
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        id(parameter)
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.dtype == torch.float32 and id(parameter) not in of_norms
+    }
+
+
+@torch.no_grad()
+def cast_to_compute_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Round a parameter to 16 bits in place, so that all references to it see the change."""
+    if not isinstance(parameter, DTensor):
+        parameter.data = parameter.data.to(dtype)
+        return
+    # Assigning .data of a DTensor does not change its local part.
+    replacement = nn.Parameter(parameter.detach().to(dtype))
+    replacement.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, replacement)
+
+
+def sum_rows_in_fp32(model: nn.Module) -> None:
+    """Sum gradients of 16-bit embedding tables on a CPU in fp32 per row, as a GPU does.
+
+    Torch's CPU kernel adds up the tokens of a row in 16 bits. After a few hundred of them the sum stops growing.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+            weight, plain = module.weight, module.max_norm is None and not module.scale_grad_by_freq
+            if plain and weight.device.type == "cpu" and weight.element_size() == 2 and not isinstance(weight, DTensor):
+                # Runs before all other hooks, to keep their changes to the rows (such as noise).
+                module.register_forward_hook(_look_up_rows, prepend=True, with_kwargs=True)
+
+
+def _look_up_rows(
+    module: nn.Embedding, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor
+) -> torch.Tensor:
+    if not output.requires_grad:
+        return output
+    places, table, padding = inputs[0] if inputs else named["input"], module.weight, module.padding_idx
+    shape, dtype = table.shape, table.dtype
+
+    def backward(gradient: torch.Tensor) -> torch.Tensor:
+        rows, numbers = places.flatten().unique(return_inverse=True)  # most tables have more rows than a batch uses
+        sums = torch.zeros(len(rows), shape[1]).index_add_(0, numbers, gradient.flatten(0, -2).float())
+        if padding is not None:
+            sums[rows == padding] = 0
+        whole = torch.zeros(shape, dtype=dtype)
+        whole[rows] = sums.to(dtype)
+        return whole
+
+    return differentiable(lambda table: functional.embedding(places, table), backward, table)

@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, buckets_by_key
-from rapidformer_templates.engines.parallel.compute_dtype import cast_to_compute_dtype, parameters_with_masters
+from rapidformer_templates.engines.parallel.replicas import cast_to_compute_dtype, parameters_with_masters
 from rapidformer_templates.engines.recipe import depth_of, depths_of, undecayed
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of, tables_of, width_of

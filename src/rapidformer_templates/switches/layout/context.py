@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.collectives import Peers
 from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import BlockArguments, BlockOutput, hidden_of, with_hidden
 from rapidformer_templates.models.label_use import can_be_tried, in_evaluation
-from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.context_attention import OTHER_WAYS, attend_over_context, check_attention
 from rapidformer_templates.switches.layout.divided_tensors import OnRows
 from rapidformer_templates.switches.layout.pipeline import LeaveStage
@@ -152,10 +152,9 @@ class DivisionTrial:
             for blocks in self.blocks:
                 hooks.callback(blocks[-1].register_forward_hook(end).remove)
             if self.workers.pipeline > 1:
-                pre_hook = self.blocks[0][0].register_forward_pre_hook(
-                    _replace_by_noise, with_kwargs=True, prepend=True
-                )
-                hooks.callback(pre_hook.remove)
+                first = self.blocks[0][0]
+                handle = first.register_forward_pre_hook(_replace_by_noise, with_kwargs=True, prepend=True)
+                hooks.callback(handle.remove)
             # A model for multiple choice takes the two rows as the choices of one question.
             self.outer(input_ids=ids[None] if type(self.model).__name__.endswith("MultipleChoice") else ids)
         return ends[-1]

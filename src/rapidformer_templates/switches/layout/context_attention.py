@@ -30,8 +30,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rapidformer_templates.engines.collectives import Peers, all_to_all, padded
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.layout.collectives import Peers, all_to_all
 from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards, TokenIntervals
 
 SUFFIX = "_over_context"
@@ -119,9 +119,7 @@ def attention(
         key, value = (x.repeat_interleave(repeats, HEADS) for x in (key, value))
     whole = [all_to_all(x, peers, split_dim=HEADS, concat_dim=TOKENS)[:, :, :length] for x in (query, key, value)]
     output, others = within(_RepeatedHeads(module, repeats), *whole, attention_mask, *args, **kwargs)
-    missing = query.shape[TOKENS] * peers.size - length
-    if missing:
-        output = nn.functional.pad(output, (0, 0, 0, 0, 0, missing))
+    output = padded(output, 1, query.shape[TOKENS] * peers.size)
     return all_to_all(output, peers, split_dim=1, concat_dim=2), others
 
 
@@ -202,6 +200,16 @@ class AttentionMask:
     mask: torch.Tensor | None
     causal: bool
     scale: float
+
+    def between(self, rows: tuple[int, int], columns: tuple[int, int], value: torch.Tensor) -> torch.Tensor | None:
+        """Return the mask between two ranges of tokens, for these values. None if nothing is masked."""
+        if self.mask is not None:
+            part = self.mask[..., slice(*rows), slice(*columns)]
+            return part.unsqueeze(2) if part.shape[1] == 1 else _by_keys(part, value)
+        if not self.causal or columns[1] <= rows[0] + 1:
+            return None
+        row, column = (torch.arange(*bounds, device=value.device) for bounds in (rows, columns))
+        return row[:, None] >= column[None]
 
 
 @torch.compiler.disable(reason="what goes round in a ring is on its way while scores are computed")
@@ -401,29 +409,9 @@ def _blocks(
                 high = min(low + step, end)
                 if causal and first >= high:
                     continue
-                mask = _mask(query, value, attention_mask, (low, high), (first, last))
+                mask = attention_mask.between((low, high), (first, last), value)
                 queries = slice(query_offset + low - begin, query_offset + high - begin)
                 yield _Ranges(queries, keys, _Scores(scale, mask))
-
-
-def _mask(
-    query: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: AttentionMask,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
-) -> torch.Tensor | None:
-    """Return the mask between two ranges of tokens, or None if nothing is masked."""
-    if attention_mask.mask is not None:
-        part = attention_mask.mask[..., slice(*rows), slice(*columns)]
-        if part.shape[1] == 1:
-            return part.unsqueeze(2)
-        return _by_keys(part, value)
-    if not attention_mask.causal or columns[1] <= rows[0] + 1:
-        return None
-    places = (torch.arange(*bounds, device=query.device) for bounds in (rows, columns))
-    row, column = places
-    return row[:, None] >= column[None]
 
 
 def _rotate(peers: Peers, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
@@ -444,10 +432,11 @@ def _rotate(peers: Peers, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int
 
 def _send_to_next(peers: Peers, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start to send a tensor to the next worker. Return a function that waits for that of the previous worker."""
-    to, origin = (dist.get_global_rank(peers.group, (peers.rank + by) % peers.size) for by in (1, -1))
-    incoming = torch.empty_like(tensor)
-    operations = [(dist.isend, tensor, to), (dist.irecv, incoming, origin)]
-    works = dist.batch_isend_irecv([dist.P2POp(*operation, group=peers.group) for operation in operations])
+    incoming, after, before = torch.empty_like(tensor), (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+    operations = [(dist.isend, tensor, after), (dist.irecv, incoming, before)]
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(operation, of, group=peers.group, group_peer=peer) for operation, of, peer in operations]
+    )
 
     def wait(sent: torch.Tensor = tensor) -> torch.Tensor:  # what is sent must stay alive until then
         for work in works:

@@ -150,9 +150,8 @@ def _workers_divide(request: Request) -> Iterator[Finding]:
     """
     sizes, names = request.sizes, _parallel(request)
     if sizes.world % sizes.divides:
-        layout = (
-            f"tensor {sizes.tensor} × {f'context {sizes.context} × ' * (sizes.context > 1)}pipeline {sizes.pipeline}"
-        )
+        context = f"context {sizes.context} × " if sizes.context > 1 else ""
+        layout = f"tensor {sizes.tensor} × {context}pipeline {sizes.pipeline}"
         message = f"{counted(sizes.world, 'worker')} cannot be divided into {layout}"
         changes = (_smaller(request, name, lambda n: True) for name in (TENSOR, CONTEXT, PIPELINE))
         flags = (*request.asked_for(*names), f"{sizes.world} workers in all")

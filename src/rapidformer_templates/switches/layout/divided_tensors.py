@@ -9,19 +9,19 @@ them.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from rapidformer_templates.engines.collectives import Peers, all_reduce, all_reduce_both_ways, gather
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models import divided_tensor
-from rapidformer_templates.switches.layout.collectives import Peers, all_reduce, all_reduce_both_ways, gather
+from rapidformer_templates.models.blocks import WrappedForward
 from rapidformer_templates.system import accelerator
 
 
@@ -70,9 +70,8 @@ class DividedLogits(divided_tensor.DividedTensor):
         # Autocast computes every cross-entropy in fp32.
         kind = torch.float32 if torch.is_autocast_enabled(local.device.type) else local.dtype
         words = DividedVocabularyShard(self.peers, self.shape[-1])
-        losses: torch.Tensor = _CrossEntropy.apply(
-            local.reshape(-1, local.shape[-1]), target.reshape(-1), words, ignored, smoothing
-        )
+        rows, targets = local.reshape(-1, local.shape[-1]), target.reshape(-1)
+        losses: torch.Tensor = _CrossEntropy.apply(rows, targets, words, ignored, smoothing)
         if reduction == "none":
             return losses.view(target.shape).to(kind)
         total = losses.sum()
@@ -162,7 +161,6 @@ class DividedRows(divided_tensor.DividedTensor):
         peers: the workers that have the other rows.
     """
 
-    handlers: ClassVar[dict[divided_tensor.TorchFunction, divided_tensor.Handler]] = {}
     places: Places
     peers: Peers
 
@@ -245,15 +243,6 @@ class DividedRows(divided_tensor.DividedTensor):
         return f"DividedRows({tuple(self.shape)}, {len(self.places)} rows here)"
 
 
-_T = torch.Tensor
-_handles = DividedRows.handles
-
-
-@_handles(
-    _T.pow, _T.square, _T.rsqrt, _T.sqrt, _T.exp, _T.abs, _T.sigmoid, _T.relu, torch.pow, torch.square, torch.rsqrt,
-    torch.sqrt, torch.exp, torch.abs, torch.sigmoid, torch.relu, functional.gelu, functional.silu, functional.relu,
-    functional.tanh, functional.dropout, functional.softplus,
-)  # fmt: skip
 def _each_value(function: divided_tensor.TorchFunction, divided: object, *args: object, **kwargs: object) -> object:
     if not isinstance(divided, DividedRows) or kwargs.get("inplace") or divided_tensor.has_divided((args, kwargs)):
         return NotImplemented
@@ -262,7 +251,6 @@ def _each_value(function: divided_tensor.TorchFunction, divided: object, *args: 
     return divided.with_local(function(divided.local, *args, **kwargs))
 
 
-@_handles(functional.linear, functional.layer_norm, functional.rms_norm)
 def _each_row(function: divided_tensor.TorchFunction, divided: object, *args: object, **kwargs: object) -> object:
     """A product with a matrix, or a norm over the last dimension."""
     if not isinstance(divided, DividedRows) or divided_tensor.has_divided((args, kwargs)):
@@ -273,7 +261,6 @@ def _each_row(function: divided_tensor.TorchFunction, divided: object, *args: ob
     return divided.with_local(function(divided.local, *args, **kwargs))
 
 
-@_handles(_T.mean, torch.mean, _T.var, torch.var)
 def _over_features(
     function: divided_tensor.TorchFunction, divided: DividedRows, dim: object = None, *args: object, **kwargs: object
 ) -> object:
@@ -283,10 +270,6 @@ def _over_features(
     return divided.with_local(function(divided.local, -1, *args, **kwargs))
 
 
-@_handles(
-    _T.mul, _T.__mul__, _T.__rmul__, _T.div, _T.__truediv__, _T.add, _T.__add__, _T.__radd__, _T.sub, _T.__sub__,
-    torch.mul, torch.div, torch.add, torch.sub,
-)  # fmt: skip
 def _with_another(function: divided_tensor.TorchFunction, one: object, other: object, **kwargs: object) -> object:
     """Combine divided rows with a number, a vector of features, or other divided rows at the same places."""
     divided = one if isinstance(one, DividedRows) else other
@@ -309,14 +292,33 @@ def _matching_local(divided: DividedRows, value: object) -> object:
     return value if vector and not isinstance(value, divided_tensor.DividedTensor) else NotImplemented
 
 
-class OnRows:
-    """The forward of a module that processes each row separately and has its own collectives."""
+_T = torch.Tensor
+DividedRows.handlers = {
+    **dict.fromkeys(
+        (
+            _T.pow, _T.square, _T.rsqrt, _T.sqrt, _T.exp, _T.abs, _T.sigmoid, _T.relu, torch.pow, torch.square,
+            torch.rsqrt, torch.sqrt, torch.exp, torch.abs, torch.sigmoid, torch.relu, functional.gelu, functional.silu,
+            functional.relu, functional.tanh, functional.dropout, functional.softplus,
+        ),
+        _each_value,
+    ),
+    **dict.fromkeys((functional.linear, functional.layer_norm, functional.rms_norm), _each_row),
+    **dict.fromkeys((_T.mean, torch.mean, _T.var, torch.var), _over_features),
+    **dict.fromkeys(
+        (
+            _T.mul, _T.__mul__, _T.__rmul__, _T.div, _T.__truediv__, _T.add, _T.__add__, _T.__radd__, _T.sub,
+            _T.__sub__, torch.mul, torch.div, torch.add, torch.sub,
+        ),
+        _with_another,
+    ),
+}  # fmt: skip
 
-    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
+
+class OnRows(WrappedForward):
+    """The forward of a module that processes each row separately and has its own collectives."""
 
     def __call__(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         if not isinstance(x, DividedRows):
-            return self.forward(x, *args, **kwargs)
+            result: torch.Tensor = self.forward(x, *args, **kwargs)
+            return result
         return x.with_local(self.forward(x.local[None], *args, **kwargs)[0])

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.forwards import differentiable
 from rapidformer_templates.engines.local import DDPEngine
 from rapidformer_templates.engines.shards import COPIES, NO_COPIES, as_dtensor, copies_of, local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import base_of
-from rapidformer_templates.switches.layout.collectives import differentiable
 from rapidformer_templates.switches.mixture_of_experts import layer as mixture
 from rapidformer_templates.switches.mixture_of_experts.transform import sparse_layers
 from rapidformer_templates.system.workers import broadcast
@@ -63,9 +63,8 @@ def divide_experts(assembly: Assembly, building: Building[object]) -> None:
         layer.set_submodule("experts", DividedExperts(layer.experts, dispatcher))
     if native:
         assert isinstance(model, PreTrainedModel)
-        implementation = (
-            f"{mixture.IMPLEMENTATION}_{next(_numbers)}"  # another model of this process has another dispatcher
-        )
+        # Another model of this process has another dispatcher.
+        implementation = f"{mixture.IMPLEMENTATION}_{next(_numbers)}"
         divided = partial(mixture.grouped_experts, dispatch=dispatcher.run, share=share)
         ALL_EXPERTS_FUNCTIONS.register(implementation, divided)
         model.set_experts_implementation(implementation)
@@ -152,7 +151,7 @@ class TokenDispatcher:
             return result
 
         return differentiable(
-            rows, lambda x: exchange(x, sent, received), lambda gradient: exchange(gradient, received, sent)
+            lambda x: exchange(x, sent, received), lambda gradient: exchange(gradient, received, sent), rows
         )
 
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.shards import named_tensors
@@ -131,24 +133,19 @@ class PipelineCut:
 
     def sizes(self, stages: int, requested: str | None) -> list[int]:
         """Return the number of blocks of each stage: as requested, or balanced by the number of parameters."""
-        count = len(self.blocks)
+        count, where = len(self.blocks), type(self.model).__name__
         if requested:
             sizes = [int(size) for size in requested.split(",")]
             if sum(sizes) != count or len(sizes) != stages:
-                raise ModelError(
-                    f"--pipeline-stages {requested} has {sum(sizes)} blocks in {len(sizes)} stages; the model has "
-                    f"{count} blocks for {stages} stages",
-                    where=type(self.model).__name__,
-                )
+                found = f"--pipeline-stages {requested} has {sum(sizes)} blocks in {len(sizes)} stages"
+                raise ModelError(f"{found}; the model has {count} blocks for {stages} stages", where=where)
             return sizes
         if count % self.pipeline or self.pipeline >= count or stages > count:
             hint = "choose a size below the number of blocks that divides it (RF010)"
             if stages < count:
                 uneven = ",".join(str(count // stages + (stage < count % stages)) for stage in range(stages))
                 hint += f", or give the blocks of each stage: --pipeline-stages {uneven}"
-            raise ModelError(
-                f"{count} blocks cannot be cut into {stages} stages", where=type(self.model).__name__, hint=hint
-            )
+            raise ModelError(f"{count} blocks cannot be cut into {stages} stages", where=where, hint=hint)
         front = self._cost(name for name, ranks in self.module_ranks.items() if 0 in ranks)
         back = self._cost(name for name, ranks in self.module_ranks.items() if self.pipeline - 1 in ranks)
         blocks = [float(sum(math.prod(shape_of(p)) for p in block.parameters())) for block in self.blocks.values()]
@@ -255,8 +252,9 @@ class StageRunner:
         self._hidden: torch.Tensor | None = None
         self._entered = 0
         self._missing = placement.blocks_in_all - len(self.parts[-1])
-        if len(self.parts) > 1:
-            _capture_outputs(model)  # while the model still has all blocks
+        if len(self.parts) > 1:  # later, transformers would install its hooks for hidden states in some blocks only
+            for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+                maybe_install_capturing_hooks(module)
         for block in self._blocks.values():
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             block.register_forward_hook(self._leave_stage)
@@ -340,15 +338,3 @@ class StageRunner:
             if self._first is not None and isinstance(states, tuple) and states:
                 output[name] = (None,) * self._missing + states
         return output
-
-
-def _capture_outputs(model: nn.Module) -> None:
-    """Let transformers install its hooks for hidden states now. Later, it would miss the hidden blocks."""
-    try:
-        from transformers import PreTrainedModel
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
-    except ImportError:  # these versions collect hidden states in the model's own forward
-        return
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            maybe_install_capturing_hooks(module)

@@ -17,12 +17,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.forwards import checkpointed_forward
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.engines.step import Step, seed_forward
+from rapidformer_templates.engines.step import ComputeLoss, Step, seed_forward
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.switches.layout.pipeline import StageRunner
 from rapidformer_templates.switches.layout.schedule import LEAVING, Action, Kind, with_transfers
@@ -162,20 +161,10 @@ class RunsStages(SingleEngine):
         self.stage_runner = StageRunner(self.assembly, begins=workers.pipeline_rank == 0, ends=workers.ends_pipeline)
         self.links = Links(workers, leaving=LEAVING * self.parts)
         # Without recomputation of every block, the graphs of a step keep autocast's copies of weights.
-        self._keeps_casts = any(checkpointed_forward(block) is None for block in self.assembly.blocks.values())
+        self.keeps_casts = any(checkpointed_forward(block) is None for block in self.assembly.blocks.values())
 
     def step(self, microbatches: Sequence[MicroBatch], targets: float) -> Step:
         return PipelineStep(self, microbatches, targets)
-
-    def shared_autocast_cache(self) -> AbstractContextManager[object]:
-        """Share autocast's copies of the weights between all micro batches of a step.
-
-        Autocast drops its copies when its outermost context ends, and each graph would keep separate copies. This
-        context itself casts nothing. With activation checkpointing no graph keeps copies.
-        """
-        if self.compute_type is None or not self._keeps_casts:
-            return nullcontext()
-        return torch.autocast(self.workers.device.type, enabled=False)
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.backward_of_part(self.parts - 1, loss)
@@ -253,7 +242,12 @@ class PipelineStep(Step):
 
     def accumulate(self) -> None:
         engine = self.engine
-        with engine.shared_autocast_cache():
+        cache: AbstractContextManager[object] = nullcontext()
+        if engine.compute_type is not None and engine.keeps_casts:
+            # Share autocast's copies of the weights between all micro batches. It drops them when its outermost context
+            # ends, and each graph would keep separate ones. This context itself casts nothing.
+            cache = torch.autocast(engine.workers.device.type, enabled=False)
+        with cache:
             schedules = with_transfers(engine.workers.pipeline, engine.parts, len(self.microbatches))
             for action in schedules[engine.workers.pipeline_rank]:
                 self.do(action)
@@ -304,25 +298,21 @@ class PipelineStep(Step):
         engine, part = self.engine, stage // self.engine.workers.pipeline
         engine.is_last = number == len(self.microbatches) - 1
         engine.workers.clock.enter(BACKWARD)
-        self._follow(stage, number, passage)
+        losses = engine.assembly.losses  # auxiliary ones of the model. On the last stage, they follow the loss itself
+        if losses:
+            losses.recall(passage.recorded)
         if stage == engine.last_stage:
             self._begin_backward(passage.output, self.microbatches[number])
         else:
+            if losses:
+                scale = torch.as_tensor(engine.gradient_scale, device=engine.workers.device)
+                losses.follow_without_loss(self.microbatches[number], scale * engine.gradient_divisor)
             engine.backward_of_part(part, passage.graph, passage.incoming.unpack())
         del self._passages[stage, number]
         if stage:
             gradient = passage.hidden.grad
             self._passages[stage, number].gradient = torch.zeros_like(passage.hidden) if gradient is None else gradient
         engine.micro_steps += part == 0
-
-    def _follow(self, stage: int, number: int, passage: _Passage) -> None:
-        """Include the model's auxiliary losses in a backward. On the last stage, they follow the loss itself."""
-        engine = self.engine
-        if engine.assembly.losses:
-            engine.assembly.losses.recall(passage.recorded)
-            if stage != engine.last_stage:
-                scale = engine.loss_scale.scale if engine.loss_scale else torch.ones((), device=engine.workers.device)
-                engine.assembly.losses.follow_without_loss(self.microbatches[number], scale * engine.gradient_divisor)
 
 
 def _shapes(batch: object) -> Hashable:

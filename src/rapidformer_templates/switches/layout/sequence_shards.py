@@ -16,7 +16,6 @@ masks again.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,12 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
-from rapidformer_templates.models.blocks import BlockArguments, BlockOutput, hidden_of, with_hidden
-from rapidformer_templates.switches.layout.collectives import Peers, gather, scatter
+from rapidformer_templates.engines.collectives import Peers, gather, padded, scatter
+from rapidformer_templates.models.blocks import BlockArguments, BlockOutput, WrappedForward, hidden_of, with_hidden
 from rapidformer_templates.switches.layout.divided_tensors import DividedRows
 from rapidformer_templates.system import accelerator
 
@@ -232,12 +230,11 @@ class _BlockListRun:
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
 
-class _OnShard:
+class _OnShard(WrappedForward):
     """The forward of a block whose input is a part of the sequence."""
 
     def __init__(self, forward: Callable[..., object], shards: SequenceShards) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
+        super().__init__(forward)
         self.shards = shards
 
     def __call__(self, *args: object, **kwargs: Any) -> object:
@@ -250,12 +247,11 @@ class _OnShard:
             self.shards.streams.leave_local_rng()
 
 
-class OnWholeSequence:
+class OnWholeSequence(WrappedForward):
     """The forward of a module inside a block that must see all tokens, such as a router of experts."""
 
     def __init__(self, forward: Callable[..., BlockOutput], shards: SequenceShards) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
+        super().__init__(forward)
         self.shards = shards
         self.first = first_argument(forward)
 
@@ -359,8 +355,6 @@ class ContextSequenceShards(SequenceShards):
         intervals = self.intervals(tensor.shape[dim])
         parts = []
         for _, (begin, end) in intervals.of(self.peers.rank):
-            missing = intervals.step - (end - begin)
-            part = tensor.narrow(dim, begin, end - begin)
-            parts.append(functional.pad(part, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else part)
+            parts.append(padded(tensor.narrow(dim, begin, end - begin), dim, intervals.step))
         # A single sample would keep the stride of the whole, and torch would compile the first block separately for it.
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)

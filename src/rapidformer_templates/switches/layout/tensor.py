@@ -15,13 +15,13 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.boxes import Parts
+from rapidformer_templates.engines.collectives import Peers
 from rapidformer_templates.engines.construction import ModelUnderConstruction, take_part
 from rapidformer_templates.engines.contract import Engine, Receipt
 from rapidformer_templates.engines.shards import as_dtensor
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.layout import tensor_layers, tensor_plan
 from rapidformer_templates.switches.layout import tensor_styles as tensor_styles
-from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.sequence_shards import (
     OnWholeSequence,
     SequenceShards,
@@ -157,12 +157,11 @@ def _install_layers(modules: dict[str, nn.Module], plan: TensorPlan, regions: Re
     """Replace the forwards of the layers that have a style. Return the head, if it is one of them."""
     head: VocabularyHead | None = None
     for name, style in plan.styles.items():
-        if name in modules and style in LAYERS:
-            module = modules[name]
+        module = modules.get(name)  # None for a parameter that a plan names directly
+        if module is not None and style in LAYERS:
             module.forward = layer = LAYERS[style](module, module.forward, regions)
             head = layer if isinstance(layer, VocabularyHead) else head
-        elif name in modules and style in tensor_styles.COLUMN:
-            module = modules[name]
+        elif module is not None and style in tensor_styles.COLUMN:
             if isinstance(module, Conv1D):
                 module.nf //= regions.peers.size
             if plan.is_user_plan:

@@ -6,7 +6,6 @@ layers begins and ends. So everything between layers is a plain tensor, as the m
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from rapidformer_templates.switches.layout import collectives
+from rapidformer_templates.engines import collectives
+from rapidformer_templates.models.blocks import WrappedForward
 from rapidformer_templates.switches.layout.divided_tensors import DividedLogits, DividedVocabularyShard, check_inside
 from rapidformer_templates.switches.layout.sequence_shards import DIM, SequenceShards, Streams, first_argument
 
@@ -61,7 +61,7 @@ class Regions:
         return collectives.reduce_scatter(x, self.peers, DIM)
 
 
-class OnLocalParameters:
+class OnLocalParameters(WrappedForward):
     """The forward of a module. While it runs, the module's parameters are this worker's local parts.
 
     Args:
@@ -72,9 +72,8 @@ class OnLocalParameters:
     """
 
     def __init__(self, module: nn.Module, forward: Forward, partial: Collection[str], peers: collectives.Peers) -> None:
-        functools.update_wrapper(self, forward)
+        super().__init__(forward)
         self.module = module
-        self.forward = forward
         self.partial = sorted(partial)
         self.peers = peers
 
@@ -130,15 +129,12 @@ def with_local_parameters(layers: Sequence[OnLocalParameters]) -> Iterator[None]
             layer.module.__dict__["_parameters"] = parameters
 
 
-class Divided:
+class Divided(WrappedForward):
     """A forward that replaces a module's own, at the edge of a divided region or inside it."""
 
     def __init__(self, module: nn.Module, forward: Forward, regions: Regions) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
-        self.regions = regions
-
-    __call__: Forward
+        super().__init__(forward)
+        self.regions, self.peers = regions, regions.peers
 
 
 class Region(Divided):
@@ -151,7 +147,7 @@ class Region(Divided):
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         for name in OTHER_SEQUENCES:
             if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = collectives.copy_to_region(kwargs[name], self.regions.peers)
+                kwargs[name] = collectives.copy_to_region(kwargs[name], self.peers)
         if args:
             return self.forward(self.regions.begin(args[0]), *args[1:], **kwargs)
         kwargs[self.first] = self.regions.begin(kwargs[self.first])
@@ -164,7 +160,7 @@ class EnteringColumn(Divided):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.regions.streams.is_local:
             self.regions.streams.enter_local_rng()
-        return self.forward(collectives.copy_to_region(x, self.regions.peers))
+        return self.forward(collectives.copy_to_region(x, self.peers))
 
 
 class AroundColumns(Divided):
@@ -187,12 +183,11 @@ class FeatureShardedExperts(Divided):
             module.bias_factor = float(regions.peers.rank == 0)
 
     def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
-        peers = self.regions.peers
         inputs = [
-            collectives.copy_to_region(x, peers) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            collectives.copy_to_region(x, self.peers) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
             for x in args
         ]
-        return collectives.all_reduce(self.forward(*inputs, **kwargs), peers)
+        return collectives.all_reduce(self.forward(*inputs, **kwargs), self.peers)
 
 
 class Row(Divided):
@@ -219,7 +214,7 @@ class SplitRow(Row):
     """A row-parallel layer with whole activations as its input."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return super().__call__(collectives.scatter(x, self.regions.peers, -1, even=False))
+        return super().__call__(collectives.scatter(x, self.peers, -1, even=False))
 
 
 class GatheredColumn(Divided):
@@ -230,9 +225,8 @@ class GatheredColumn(Divided):
         self.features = module.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        peers = self.regions.peers
-        columns = self.forward(collectives.copy_to_region(x, peers))
-        return collectives.gather(columns, peers, -1, self.features, partial=False)
+        columns = self.forward(collectives.copy_to_region(x, self.peers))
+        return collectives.gather(columns, self.peers, -1, self.features, partial=False)
 
 
 class VocabularyEmbedding(Divided):
@@ -240,7 +234,6 @@ class VocabularyEmbedding(Divided):
 
     def __init__(self, module: nn.Embedding, forward: Forward, regions: Regions) -> None:
         super().__init__(module, forward, regions)
-        self.peers = regions.peers
         self.vocabulary = module.num_embeddings
         self.begin, self.end = self.peers.share(self.vocabulary)
         padding = module.padding_idx
@@ -267,7 +260,6 @@ class VocabularyHead(Divided):
     def __init__(self, module: nn.Linear, forward: Forward, regions: Regions) -> None:
         super().__init__(module, forward, regions)
         self.module: nn.Module = module
-        self.peers = regions.peers
         self.vocabulary = module.weight.shape[0]
         self.words = DividedVocabularyShard(self.peers, self.vocabulary)
         self.columns: tuple[int, int] | None = None

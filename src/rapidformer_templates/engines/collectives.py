@@ -1,4 +1,4 @@
-"""Differentiable collectives between the workers of a tensor-parallel or a context-parallel group.
+"""Differentiable collectives: of activations in a tensor-parallel or context-parallel group, of rows over replicas.
 
 A tensor is *whole* if each worker has the same values. It is *divided* if each worker has a share of a dimension. It is
 *partial* if the real values are the sum over the workers.
@@ -13,17 +13,19 @@ an all-reduce is an all-reduce of the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from rapidformer_templates.engines.forwards import matmuls_are_saved
-from rapidformer_templates.system import workers
-
-Transform = Callable[[torch.Tensor], torch.Tensor]
+from rapidformer_templates.engines.current_batch import note_gathered
+from rapidformer_templates.engines.forwards import differentiable, matmuls_are_saved
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.system import workers as processes
+from rapidformer_templates.system.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,12 @@ class Peers:
     """The workers that share one stage of one replica.
 
     Attributes:
-        group: their process group.
+        group: their process group. None is the group of all workers.
         size: the number of workers.
         rank: the rank of this worker in the group.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     size: int
     rank: int
 
@@ -66,9 +68,9 @@ class Peers:
     def gather(self, shard: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         """Gather the shares of all workers to the whole tensor, which has ``length`` along ``dim``."""
         step = -(-length // self.size)
-        shard = _padded(shard, dim, step).movedim(dim, 0).contiguous()
+        shard = padded(shard, dim, step).movedim(dim, 0).contiguous()
         whole = shard.new_empty(step * self.size, *shard.shape[1:])
-        workers.all_gather(whole, shard, group=self.group)
+        processes.all_gather(whole, shard, group=self.group)
         return whole[:length].movedim(0, dim).contiguous()
 
     def reduce_scatter(self, partial: torch.Tensor, dim: int, step: int) -> torch.Tensor:
@@ -76,16 +78,16 @@ class Peers:
         kind = partial.dtype
         if partial.is_cpu and kind in (torch.float16, torch.bfloat16):
             partial = partial.float()  # gloo reduce-scatters 32 and 64 bits only
-        partial = _padded(partial, dim, step * self.size).movedim(dim, 0).contiguous()
+        partial = padded(partial, dim, step * self.size).movedim(dim, 0).contiguous()
         share = partial.new_empty(step, *partial.shape[1:])
-        workers.reduce_scatter(share, partial, group=self.group)
+        processes.reduce_scatter(share, partial, group=self.group)
         return share.to(kind).movedim(0, dim).contiguous()
 
     def scatter(self, whole: torch.Tensor, dim: int, step: int | None = None) -> torch.Tensor:
         """Return this worker's share of a whole tensor, padded with zeros to the length ``step`` if that is given."""
         begin, end = self.share(whole.shape[dim])
         share = whole.narrow(dim, begin, end - begin)
-        return (share if step is None else _padded(share, dim, step)).contiguous()
+        return (share if step is None else padded(share, dim, step)).contiguous()
 
     def all_to_all(self, x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
         """Send each worker its part of ``x`` along ``split_dim``, and join the received ones along ``concat_dim``."""
@@ -95,26 +97,10 @@ class Peers:
         return torch.cat(received.unbind(), concat_dim)
 
 
-def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Return a tensor with zeros up to ``length`` along ``dim``. It is not copied if it has this length."""
     missing = length - tensor.shape[dim]
-    if missing == 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
-
-
-class _Operation(torch.autograd.Function):
-    """Computes a tensor from another one with ``forward``, and the gradient of its argument with ``backward``."""
-
-    @staticmethod
-    def forward(ctx: Any, forward: Transform, backward: Transform, x: torch.Tensor) -> torch.Tensor:
-        ctx.gradient_of = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, ctx.gradient_of(gradient)
+    return nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
 
 
 class _CopyAllToRegion(torch.autograd.Function):
@@ -135,14 +121,9 @@ class _CopyAllToRegion(torch.autograd.Function):
         return None, *(None if gradient is None else next(sums) for gradient in gradients)
 
 
-def differentiable(x: torch.Tensor, forward: Transform, backward: Transform) -> torch.Tensor:
-    """Return ``forward(x)``. The gradient of ``x`` is ``backward`` of the gradient of the result."""
-    return _Operation.apply(forward, backward, x)
-
-
 def copy_to_region(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """Pass a whole tensor into divided layers. The backward pass sums the partial gradients that come from them."""
-    return differentiable(x, lambda x: x.view_as(x), peers.sum_copy)
+    return differentiable(lambda x: x.view_as(x), peers.sum_copy, x)
 
 
 def copy_all_to_region(tensors: Sequence[torch.Tensor], peers: Peers) -> tuple[torch.Tensor, ...]:
@@ -156,7 +137,7 @@ def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     The result overwrites ``x``, unless a backward reads ``x`` again.
     """
     return differentiable(
-        x, lambda x: peers.sum(x.detach().clone() if matmuls_are_saved() else x.detach()), lambda gradient: gradient
+        lambda x: peers.sum(x.detach().clone() if matmuls_are_saved() else x.detach()), lambda gradient: gradient, x
     )
 
 
@@ -172,7 +153,7 @@ def gather(x: torch.Tensor, peers: Peers, dim: int, length: int, *, partial: boo
     """
     dim, step = dim % x.ndim, x.shape[dim]
     share_of = peers.reduce_scatter if partial else peers.scatter
-    return differentiable(x, lambda x: peers.gather(x, dim, length), lambda gradient: share_of(gradient, dim, step))
+    return differentiable(lambda x: peers.gather(x, dim, length), lambda gradient: share_of(gradient, dim, step), x)
 
 
 def reduce_scatter(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
@@ -180,7 +161,7 @@ def reduce_scatter(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
     length = x.shape[dim]
     step = -(-length // peers.size)
     return differentiable(
-        x, lambda x: peers.reduce_scatter(x, dim, step), lambda gradient: peers.gather(gradient, dim, length)
+        lambda x: peers.reduce_scatter(x, dim, step), lambda gradient: peers.gather(gradient, dim, length), x
     )
 
 
@@ -192,13 +173,13 @@ def scatter(x: torch.Tensor, peers: Peers, dim: int, *, even: bool) -> torch.Ten
     dim, length = dim % x.ndim, x.shape[dim]
     step = -(-length // peers.size) if even else None
     return differentiable(
-        x, lambda x: peers.scatter(x, dim, step), lambda gradient: peers.gather(gradient, dim, length)
+        lambda x: peers.scatter(x, dim, step), lambda gradient: peers.gather(gradient, dim, length), x
     )
 
 
 def all_reduce_both_ways(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """All-reduce: sum a tensor over the workers."""
-    return differentiable(x, peers.sum_copy, peers.sum_copy)
+    return differentiable(peers.sum_copy, peers.sum_copy, x)
 
 
 def all_to_all(x: torch.Tensor, peers: Peers, *, split_dim: int, concat_dim: int) -> torch.Tensor:
@@ -211,7 +192,37 @@ def all_to_all(x: torch.Tensor, peers: Peers, *, split_dim: int, concat_dim: int
         concat_dim: the dimension that is whole after.
     """
     return differentiable(
-        x,
         lambda x: peers.all_to_all(x, split_dim, concat_dim),
         lambda gradient: peers.all_to_all(gradient, concat_dim, split_dim),
+        x,
     )
+
+
+def gather_rows(rows: torch.Tensor, workers: Workers) -> torch.Tensor:
+    """Return the rows of the current micro batch of each replica, those of this worker first.
+
+    A loss that compares samples with each other, such as a contrastive one, needs them. The step adds the losses of all
+    replicas. So the gradient of a row is the sum of its gradients on all of them, which the backward brings back to the
+    replica that the row comes from. The rows of an idle micro batch are left out.
+
+    Args:
+        rows: (any number of rows, …). All other dimensions are the same on all workers.
+
+    Raises:
+        RapidformerError: workers share each sequence. Each would then count the rows of its peers.
+    """
+    if workers.copies == 1:
+        return rows
+    if workers.context > 1:
+        what = "rows of workers that share each sequence cannot be gathered"
+        hint = "leave out --context-parallel-size, or compare the samples of one worker only"
+        raise RapidformerError(what, where="gather()", hint=hint)
+    peers = Peers(workers.copies_group, workers.copies, workers.copy_rank)
+    numbers = torch.zeros(peers.size, dtype=torch.int64)  # of rows of each replica, on the host. Negative if it is idle
+    own_number = torch.tensor([len(rows) if note_gathered() else -len(rows)])
+    processes.all_gather(numbers, own_number, group=peers.group)
+    step = int(numbers.abs().max())
+    whole = gather(padded(rows, 0, step), peers, 0, step * peers.size, partial=True)
+    # An empty part, too, belongs to the graph: the backward of every worker must take part in the exchange.
+    others = [whole[rank * step :][: max(int(numbers[rank]), 0)] for rank in range(peers.size) if rank != peers.rank]
+    return torch.cat([rows, *others])
