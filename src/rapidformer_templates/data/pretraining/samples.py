@@ -18,8 +18,8 @@ from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import PairLabel
 from rapidformer_templates.system.files import hash_of
 
-TABLES_VERSION = 2
-"""Part of the tables' names. Increase it when their meaning changes."""
+WINDOWS_VERSION, PAIRS_VERSION = 2, 1
+"""Parts of the names of tables. Increase one when the meaning of these tables changes."""
 
 
 class GPTSamples:
@@ -112,7 +112,7 @@ class GPTSamples:
 
     def _tables(self, epoch: int) -> Tables:
         shape = (self.part, self.length, self.overlap, self.seed, epoch)
-        name = "gpt-" + hash_of([TABLES_VERSION, identity(self.dataset.prefix), *shape])
+        name = "gpt-" + hash_of([WINDOWS_VERSION, identity(self.dataset.prefix), *shape])
         return self.cache(name, lambda: self._make_tables(epoch))
 
     def _make_tables(self, epoch: int) -> Tables:
@@ -206,9 +206,6 @@ class Documents:
         return {"input_ids": dataset.tokens[first : first + int(self.sizes[index])]}
 
 
-TABLES_VERSION = 1
-"""Part of the tables' names. Increase it when their meaning changes."""
-
 BLOCK = 1 << 20
 """Number of sentences that are processed at a time (or one document, if it has more). It limits the memory."""
 
@@ -295,7 +292,7 @@ class SentencePairs:
 
     def _name(self, *table: object) -> str:
         facts = [identity(self.dataset.prefix), self.documents, self.content, self.short_probability, self.seed]
-        return "pairs-" + hash_of([TABLES_VERSION, *facts, *table])
+        return "pairs-" + hash_of([PAIRS_VERSION, *facts, *table])
 
     @property
     def identity(self) -> str:
