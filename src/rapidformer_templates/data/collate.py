@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Any
 
@@ -120,11 +120,7 @@ class TokenizedSamples:
     @property
     def lengths(self) -> np.ndarray:
         """Number of input tokens of each sample."""
-        return self.lengths_of("input_ids")
-
-    def lengths_of(self, name: str) -> np.ndarray:
-        """Return the lengths of the rows of one field."""
-        return self.rows_of(name).lengths
+        return self.rows_of("input_ids").lengths
 
     def rows_of(self, name: str) -> Ragged:
         """Return the rows of one field."""
@@ -133,21 +129,22 @@ class TokenizedSamples:
         return field
 
 
+@dataclass
 class PadCollate:
     """Collates samples, padded on the right to the longest row, to a fixed length or to a shape.
 
     If a shape has more rows than samples, the additional rows repeat the first sample with -100 as its labels.
 
-    Args:
+    Attributes:
         padding: the padding value of each field that is a row. Other fields become a tensor with one value per sample.
         mask: add ``attention_mask``, 1 on tokens and 0 on padding, shape (samples, tokens).
         length: the length of all rows. None uses the longest row of the batch.
     """
 
-    def __init__(self, padding: Mapping[str, int], *, mask: bool = True, length: int | None = None) -> None:
-        self.padding = dict(padding)
-        self.mask = mask
-        self.length = length
+    padding: Mapping[str, int]
+    _: KW_ONLY
+    mask: bool = True
+    length: int | None = None
 
     def __call__(self, samples: list[Sample], shape: Shape | None = None) -> dict[str, torch.Tensor]:
         if shape is not None:

@@ -19,6 +19,8 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 from rapidformer_templates.data import types
 from rapidformer_templates.data.collate import collate_to_shape
 from rapidformer_templates.data.order import BatchRequest, Order, Stream
+from rapidformer_templates.data.packing import PackedRow
+from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.system import accelerator
 
@@ -122,6 +124,9 @@ class _Fetcher(Dataset[MicroBatch]):
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
         many = getattr(self.samples, "__getitems__", None)
         items = many(request.samples) if many else [self.samples[i] for i in request.samples]
+        size = None
+        if isinstance(items[0], PackedRow):
+            size = sum(row.samples for row in items), sum(len(row["input_ids"]) for row in items)
         if self.augment:
             generators = (np.random.default_rng((*request.key, position)) for position in request.positions)
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
@@ -130,12 +135,15 @@ class _Fetcher(Dataset[MicroBatch]):
             size = (len(items), request.tokens)
             positions = [*request.positions, *[-1] * (request.shape.rows - len(items))]
             return MicroBatch(batch, request.samples, idle=request.idle, size=size, positions=positions)
-        size_of = types.size_function(self.samples)
+        batch = self.collate(items)
+        if batch is None:
+            hint = "return the batch: a dict of tensors"
+            raise DataError("collate returned None", where="Data(collate=…)", hint=hint)
         return MicroBatch(
-            types.checked_batch(self.collate(items)),
+            batch,
             request.samples,
             idle=request.idle,
-            size=size_of(request.samples) if size_of else None,
+            size=size,
             positions=request.positions,
             bookmark=getattr(self.samples, "bookmark", None),
         )

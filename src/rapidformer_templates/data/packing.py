@@ -9,6 +9,7 @@ that each padded token is its own sample.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -65,6 +66,16 @@ def assign_rows(lengths: np.ndarray, capacity: int, generator: np.random.Generat
     return rows
 
 
+class PackedRow(dict[str, Any]):
+    """A row of several samples.
+
+    Attributes:
+        samples: their number.
+    """
+
+    samples: int
+
+
 class PackedRows(TokenizedSamples):
     """Rows of several samples each, with ``input_ids``, ``labels`` and ``position_ids``.
 
@@ -91,14 +102,16 @@ class PackedRows(TokenizedSamples):
         labels = samples.rows_of("labels").gather(order) if "labels" in samples.fields else values.copy()
         labels[starts[lengths > 0]] = IGNORED
         positions = np.arange(len(values)) - np.repeat(starts, lengths)
-        self.counts = np.bincount(rows)
-        of_row = np.add.reduceat(lengths, np.cumsum(self.counts) - self.counts)
+        counts = np.bincount(rows)
+        self.counts: list[int] = counts.tolist()
+        of_row = np.add.reduceat(lengths, np.cumsum(counts) - counts)
         fields = {"input_ids": values, "labels": labels, "position_ids": positions}
         super().__init__({name: Ragged.from_flat(flat, of_row) for name, flat in fields.items()})
 
-    def size_of(self, rows: list[int]) -> tuple[int, int]:
-        """Return (samples, tokens) of some rows."""
-        return int(self.counts[rows].sum()), int(self.lengths[rows].sum())
+    def __getitem__(self, index: int) -> PackedRow:
+        row = PackedRow(super().__getitem__(index))
+        row.samples = self.counts[index]
+        return row
 
 
 def check_packable(model_type: str, flag: str, attention: str | None = None) -> None:

@@ -154,7 +154,6 @@ def test_every_token_is_from_where_it_should_be(
         pairs = make(write(corpus, Path(folder)), no_mask, content + 3, short_probability=0.4, label=label)
         chunks = list(map(tuple, pairs.chunks.tolist()))
         assert len(pairs) == len(chunks)
-        assert pairs.single == sum(len(document) == 1 for document in corpus)
         for epoch in (0, 1, 5):
             positions = range(epoch * len(pairs), (epoch + 1) * len(pairs))
             seen = [check_sample(pairs[p], corpus, chunks, swapped) for p in positions]

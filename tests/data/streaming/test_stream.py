@@ -273,7 +273,7 @@ def test_a_streamed_task_has_the_samples_of_the_same_rows_read_whole(load: Load,
     assert texts_in(streamed.train, count) == texts_in(whole.train, count)
     assert len(streamed.valid or []) == len(whole.valid or [])
     if packs:
-        assert sum(streamed.train.size_of(streamed.train.__getitems__([p]) and [p])[0] for p in range(count)) == 40
+        assert sum(streamed.train[p].samples for p in range(count)) == 40
 
 
 def test_conversations_and_what_is_told_of_them(load: Load, says: Says) -> None:

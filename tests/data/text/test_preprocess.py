@@ -286,17 +286,19 @@ def test_of_several_sets_all_or_none_are_there(
 
 
 @pytest.mark.slow
-def test_workers_are_not_waited_for_after_an_error(recipe: EncodingRecipe) -> None:
+def test_workers_are_not_waited_for_after_an_error(
+    recipe: EncodingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def jobs() -> Any:
+        yield f"import time; open({str(tmp_path / 'busy')!r}, 'w'); time.sleep(50)"
+        wait_until((tmp_path / "busy").exists, "the worker does not start")
+        raise RuntimeError
+
+    monkeypatch.setattr(preprocess, "work", exec)
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        _fail_while_a_worker_is_busy(recipe)
+        list(preprocess.encoded(jobs(), recipe, 1))
     assert time.monotonic() - began < 40
-
-
-def _fail_while_a_worker_is_busy(recipe: EncodingRecipe) -> None:
-    with preprocess._pool(recipe, 1) as pool:
-        wait_until(pool.submit(time.sleep, 50).running, "the worker does not start")
-        raise RuntimeError
 
 
 SLOW = """

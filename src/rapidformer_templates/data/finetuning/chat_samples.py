@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -22,14 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rapidformer_templates.data.collate import IGNORED, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.chat import (
-    ChatExample,
-    Columns,
-    Completion,
-    Example,
-    read_example,
-    rows_of,
-)
+from rapidformer_templates.data.finetuning.chat import ChatExample, Columns, Completion, Example, read_example, rows_of
 from rapidformer_templates.data.finetuning.messages import Message, common_length, is_learned
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.text.bad_lines import BadLines
@@ -262,42 +255,7 @@ class EncodedChat:
     ids: np.ndarray
     learned: np.ndarray
     split: int
-    is_truncated: bool = False
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, special: bool, notes: list[str] | None = None
-) -> Iterator[EncodedChat]:
-    """Tokenize texts, and find the tokens of their answers by character offsets.
-
-    A token belongs to an answer if its last character does. A token that also has characters from before the answer is
-    learned and counted in ``split``. At inference such a prompt would end inside that token.
-
-    Args:
-        special: add special tokens around a text that does not have them. Rendered conversations have theirs.
-        notes: receives remarks for the user.
-    """
-    for start in range(0, len(texts), 1000):
-        chunk = texts[start : start + 1000]
-        encoded = tokenizer(
-            [rendered.text for rendered in chunk],
-            add_special_tokens=special,
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-        if special:
-            drop_repeated(tokenizer, encoded.data, notes)
-        for rendered, ids, offsets in zip(chunk, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-            # Tokens added after the text have the end offset 0. They end where the text ends.
-            ends = np.maximum.accumulate(spans[:, 1])
-            learned, split = np.zeros(len(ids), dtype=bool), 0
-            for begin, end in rendered.answers:
-                first, stop = np.searchsorted(ends, (begin, end), side="right")
-                learned[first:stop] = True
-                split += bool(first < stop and spans[first, 0] < begin)
-            yield EncodedChat(np.asarray(ids, dtype=np.int32), learned, split)
+    is_truncated: bool
 
 
 T = TypeVar("T")
@@ -378,29 +336,49 @@ class ChatReader:
         return results
 
     def encoded(self, texts: Sequence[Rendered]) -> list[EncodedChat]:
-        """Tokenize texts of one kind, truncated to the length. Texts without a chat template get an end token."""
+        """Tokenize texts of one kind, truncated to the length, and find the tokens of their answers.
+
+        A token belongs to an answer if its last character does. A token that also has characters from before the answer
+        is learned and counted in ``split``. At inference such a prompt would end inside that token. Texts without a
+        chat template get the special tokens of the tokenizer, and an end token.
+        """
         end, length = self.tokenizer.eos_token_id, self.seq_length
         bare = bool(texts) and texts[0].bare  # a column holds one kind of value
         if texts and self.learns_to_stop and NO_END_NOTE not in self.notes and not self._have_ends(texts):
             self.notes.append(NO_END_NOTE)
         chats = []
-        for tokens in encode(self.tokenizer, texts, special=bare, notes=self.notes):
-            ids, learned = tokens.ids, tokens.learned
-            if bare and end is not None and end not in ids[-1:]:
-                ids, learned = np.append(ids, end), np.append(learned, True)
-            chats.append(EncodedChat(ids[:length], learned[:length], tokens.split, is_truncated=len(ids) > length))
+        for start in range(0, len(texts), 1000):
+            chunk = texts[start : start + 1000]
+            encoded = self.tokenizer(
+                [rendered.text for rendered in chunk],
+                add_special_tokens=bare,
+                return_attention_mask=False,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
+            if bare:
+                drop_repeated(self.tokenizer, encoded.data, self.notes)
+            for rendered, row, offsets in zip(chunk, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+                # Tokens added after the text have the end offset 0. They end where the text ends.
+                ends = np.maximum.accumulate(spans[:, 1])
+                ids, learned, split = np.asarray(row, dtype=np.int32), np.zeros(len(row), dtype=bool), 0
+                for begin, stop in rendered.answers:
+                    first, last = np.searchsorted(ends, (begin, stop), side="right")
+                    learned[first:last] = True
+                    split += bool(first < last and spans[first, 0] < begin)
+                if bare and end is not None and end not in row[-1:]:
+                    ids, learned = np.append(ids, end), np.append(learned, True)
+                chats.append(EncodedChat(ids[:length], learned[:length], split, is_truncated=len(ids) > length))
         return chats
-
-    @cached_property
-    def _end_tokens(self) -> tuple[str, ...]:
-        return tuple(self.tokenizer.get_added_vocab())
 
     def _have_ends(self, texts: Sequence[Rendered]) -> bool:
         """Whether an answer of some text, or the whole text, ends with a token that cannot be part of a word."""
         if texts[0].bare:
             return self.tokenizer.eos_token_id is not None
         ends = ((one.text, end) for one in texts for end in [end for _, end in one.answers] or [len(one.text)])
-        return any(text[:end].rstrip().endswith(self._end_tokens) for text, end in ends)
+        end_tokens = tuple(self.tokenizer.get_added_vocab())
+        return any(text[:end].rstrip().endswith(end_tokens) for text, end in ends)
 
     def render(self, example: Example) -> Rendered:
         """Return the text of a conversation or completion, and the positions of its answers."""

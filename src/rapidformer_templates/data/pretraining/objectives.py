@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -194,11 +195,9 @@ class Masked(Objective):
     @cached_property
     def mask(self) -> masking.MaskTokens:
         """Masks tokens."""
-        options = self.options
-        words = options.whole_word_mask
-        return masking.MaskTokens(
-            self.task.tokenizer, options.mask_prob, whole_words=words, at_least_one=self.at_least_one
-        )
+        words, at_least_one = self.options.whole_word_mask, self.at_least_one
+        tokenizer = self.task.tokenizer
+        return masking.MaskTokens(tokenizer, self.options.mask_prob, whole_words=words, at_least_one=at_least_one)
 
     @property
     def end_token(self) -> int:
@@ -303,20 +302,22 @@ OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal, "masked": Masked, "s
 """Objectives by the result of :func:`~rapidformer_templates.models.architectures.objective_of`."""
 
 
+@dataclass(frozen=True)
 class MaskWindows:
     """Masks ``[CLS]`` window ``[SEP]``. Some windows are first truncated to a random length with uniform distribution.
 
-    Args:
+    Attributes:
         mask: masks tokens.
         around: ids of ``[CLS]`` and ``[SEP]``.
         short_probability: fraction of the windows that are truncated.
     """
 
-    def __init__(self, mask: masking.MaskTokens, around: tuple[int, int], short_probability: float) -> None:
-        masking.check_short_probability(short_probability)
-        self.mask = mask
-        self.around = around
-        self.short_probability = short_probability
+    mask: masking.MaskTokens
+    around: tuple[int, int]
+    short_probability: float
+
+    def __post_init__(self) -> None:
+        masking.check_short_probability(self.short_probability)
 
     def __call__(self, sample: Sample, generator: np.random.Generator) -> dict[str, np.ndarray]:
         tokens = sample["input_ids"].astype(np.int64)

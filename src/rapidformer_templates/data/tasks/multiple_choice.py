@@ -235,7 +235,7 @@ class ChoiceSamples(TokenizedSamples):
 
     @property
     def lengths(self) -> np.ndarray:
-        longest: np.ndarray = self.lengths_of("input_ids").reshape(-1, self.choices).max(axis=1)
+        longest: np.ndarray = super().lengths.reshape(-1, self.choices).max(axis=1)
         return longest
 
 

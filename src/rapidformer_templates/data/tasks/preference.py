@@ -171,12 +171,12 @@ class _Preferences(ContinuesTexts):
         )
         columns = self._prompt_columns(part)
         if self.is_unpaired:
-            return preferences.labelled_samples(name, preferences.labelled_answers_of(part, columns, reader), reader)
-        return preferences.pair_samples(name, preferences.pairs_of(part, columns, reader), reader)
+            return preferences.labelled_samples(name, preferences.labelled_answers_of(part, *columns, reader), reader)
+        return preferences.pair_samples(name, preferences.pairs_of(part, *columns, reader), reader)
 
-    def _prompt_columns(self, part: DataPart) -> preferences.PromptColumns:
-        prompt = self.column_if_any(part, "text_column", (preferences.PROMPT,))
-        return preferences.PromptColumns.of(part, prompt, self.config.data.tools_column)
+    def _prompt_columns(self, part: DataPart) -> tuple[str | None, str | None]:
+        """Return the column of prompts and the named column of tools."""
+        return self.column_if_any(part, "text_column", (preferences.PROMPT,)), self.config.data.tools_column
 
     def build_model(self) -> PreTrainedModel:
         """Build the model without dropout unless the user sets it. Both models must see the same answer."""
@@ -395,7 +395,7 @@ class Reward(_Preferences):
         """Tokenize answers with their prompts. Each row has one answer, or a chosen and a rejected one."""
         reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
         if preferences.has_pairs(part):
-            pairs = preferences.pairs_of(part, self._prompt_columns(part), reader)
+            pairs = preferences.pairs_of(part, *self._prompt_columns(part), reader)
             answers = [[answer.rendered for answer in pair] for pair in pairs]
         else:
             columns = find_columns(part, self.config.data)

@@ -39,7 +39,7 @@ class Seq2SeqLM(base.Task):
         raw = self.read_rows()
         sets = sets_of(raw, self, self._set)
         tokenized_sets = [samples for samples in sets.values() if isinstance(samples, TokenizedSamples)]
-        lengths = [int(samples.lengths_of("labels").max()) for samples in tokenized_sets]
+        lengths = [int(samples.rows_of("labels").lengths.max()) for samples in tokenized_sets]
         self.longest_target = max([self.longest_target if self.is_trained else 0, *lengths])
         return base.as_data(sets, PadCollate({**base.padding_of(self.tokenizer), "labels": IGNORED}))
 
@@ -72,11 +72,7 @@ class Seq2SeqLM(base.Task):
         sources = self._tokenized_sources(part, source, extra)
         targets = base.texts_of(part, target)
         labels = self.tokenizer(
-            text_target=targets,
-            return_attention_mask=False,
-            verbose=False,
-            truncation=True,
-            max_length=self.seq_length,
+            text_target=targets, return_attention_mask=False, verbose=False, truncation=True, max_length=self.seq_length
         )
         drop_repeated(self.tokenizer, labels.data, self.notes)
         rows = base.with_tokens(Ragged(labels["input_ids"]), part, target)
