@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.data.collate import IGNORED, count_targets
-from rapidformer_templates.data.packing import PACKABLE, PackedRows, assign_rows, check_packable_model
+from rapidformer_templates.data.collate import (
+    IGNORED,
+    PACKABLE,
+    PackedRows,
+    assign_rows,
+    check_packable_model,
+    count_targets,
+)
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.run.folder import read_metrics

@@ -24,7 +24,7 @@ from rapidformer_templates.data.order import Order, Stream, spread
 from rapidformer_templates.data.text.bad_lines import BadLines, add_by_reason
 from rapidformer_templates.data.text.encoding import Encoder, EncodingJob, EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import NotEquivalent
-from rapidformer_templates.data.text.files import Row, TextUnit, data_suffix, text_documents
+from rapidformer_templates.data.text.files import Row, TextUnit, data_suffix, raw_rows
 from rapidformer_templates.data.types import Bookmark, Endless, Rows, SampleSet
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flags import DataFlags
@@ -78,7 +78,7 @@ class RowStream:
         order = np.arange(len(self.files))
         if self.seed is not None:
             order = np.random.default_rng((self.seed, Stream.SHARDS, self.epoch)).permutation(len(self.files))
-        files = [str(self.files[i]) for i in order]
+        files = [str(self.files[i]) for i in order.tolist()]
         options = {"skip": self.skip, "unit": self.text_unit, "column": self.column}
         self._set = datasets.IterableDataset.from_generator(_rows, gen_kwargs={"files": files, **options})
         if shard_state is not None:
@@ -129,9 +129,7 @@ def _rows(files: list[str], skip: bool, unit: TextUnit, column: str) -> Iterator
     """Yield the rows of one shard after another for the iterable data set."""
     for name in files:
         path, bad = Path(name), BadLines(skip=skip)
-        rows: Iterator[tuple[int, Row]] = rows_with_texts(path, bad)
-        if data_suffix(path) == ".txt":
-            rows = ((number, {column: text}) for number, text in text_documents(path, bad, unit=unit))
+        rows = raw_rows(path, column, bad, unit=unit) if data_suffix(path) == ".txt" else rows_with_texts(path, bad)
         for number, row in rows:
             bad.raise_all(is_part=True)
             yield {"path": name, "number": number, "row": row, "skipped": bad.skipped}
@@ -177,15 +175,12 @@ class _Block:
     order: np.ndarray
     bookmark: Bookmark
 
-    @property
-    def first(self) -> int:
-        return int(self.bookmark["position"])
+    def __post_init__(self) -> None:
+        first: int = self.bookmark["position"]
+        self.positions = range(first, first + len(self.order))
 
-    def __contains__(self, position: int) -> bool:
-        return self.first <= position < self.first + len(self.order)
-
-    def index(self, position: int) -> int:
-        return int(self.order[position - self.first])
+    def __getitem__(self, position: int) -> object:
+        return self.samples[int(self.order[position - self.positions.start])]
 
 
 class StreamedSamples(Endless):
@@ -237,15 +232,16 @@ class StreamedSamples(Endless):
         """Return several items. Two blocks are kept, so that a batch may cross their border."""
         blocks = [self._block(position) for position in positions]
         self.bookmark = blocks[-1].bookmark
-        return [block.samples[block.index(p)] for block, p in zip(blocks, positions, strict=True)]
+        return [block[position] for block, position in zip(blocks, positions, strict=True)]
 
     def _block(self, position: int) -> _Block:
-        first = self._blocks[0].first if self._blocks else self._next["position"]  # a spawned process has no blocks
+        # A spawned process has no blocks.
+        first = self._blocks[0].positions.start if self._blocks else self._next["position"]
         if position < first:
             self._rewind(self._known if self._known["position"] <= position else self._beginning)
         while True:
             for block in reversed(self._blocks):
-                if position in block:
+                if position in block.positions:
                     return block
             self._blocks = [*self._blocks[-1:], self._read()]
 
@@ -260,11 +256,11 @@ class StreamedSamples(Endless):
             rows, skipped = self._next_rows()
             generator = np.random.default_rng((self.seed, Stream.BLOCKS, self._next["block"]))
             result = self.make(rows, self._next["left"], generator)
-            count, skipped = len(result.samples), [*skipped, *result.skipped]
+            skipped += result.skipped
             order, last = self._order(result.samples, generator)
             block = _Block(result.samples, order, bookmark)
             self._next = {
-                "position": block.first + count,
+                "position": block.positions.stop,
                 "block": self._next["block"] + 1,
                 "epoch": self.rows.epoch,
                 "stream": copy.deepcopy(self.rows.state()),
@@ -272,7 +268,7 @@ class StreamedSamples(Endless):
                 "reasons": add_by_reason(self._next["reasons"], skipped),
                 "last": last,
             }
-            if count:
+            if block.positions:
                 return block
             if self.rows.epoch > began + 1:
                 message = "there is no sample in any of the files"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -123,10 +123,6 @@ class Data:
         return {name: samples for name, samples in sets.items() if samples is not None and len(samples)}
 
 
-S = TypeVar("S")
-T = TypeVar("T")
-
-
 def kind_of(value: object) -> str:
     """Describe the type of a value for a message: ``None``, ``a list``, ``an AdamW``, ``the class AdamW``."""
     if value is None:
@@ -168,17 +164,3 @@ def checked_data(data: object) -> Data:
         if function is not None and not callable(function):
             raise DataError(f"{part} of build_data is {kind_of(function)}, not a function", where=f"Data({part}=…)")
     return data
-
-
-def collated(collate: Callable[[list[S]], T], items: list[S], where: str) -> T:
-    """Collate with torch's default function, for data without ``collate``.
-
-    Raises:
-        DataError: the samples differ in kind or shape.
-    """
-    try:
-        return collate(items)
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        message = f"samples cannot be combined into a batch: {reason}"
-        raise DataError(message, where=where, hint="give Data a collate function") from error

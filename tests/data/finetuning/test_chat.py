@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.finetuning.chat import ChatExample
-from rapidformer_templates.data.finetuning.chat_samples import NO_END_NOTE, ChatTemplate, encode
+from rapidformer_templates.data.finetuning.chat_samples import NO_END_NOTE, ChatReader, ChatTemplate
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.language_models import CausalLM
 from rapidformer_templates.errors import DataError
@@ -141,7 +141,8 @@ def test_learned_tokens_spell_the_answers(
     tokenizer = AutoTokenizer.from_pretrained(chatml_folder)
     tokenizer.chat_template = source
     template, talk = ChatTemplate(tokenizer), _talk(*contents, system="be good" if system else None)
-    (encoded,) = encode(tokenizer, [template.answers(ChatExample(talk))], special=False)
+    reader = ChatReader(tokenizer, seq_length=1000, answers_only=True)
+    (encoded,) = reader.encoded([template.answers(ChatExample(talk))])
     end = "<|im_end|>\n" if source else "<|endoftext|>"
     answers = "".join(m["content"] + end for m in talk if m["role"] == "assistant")
     assert encoded.split == 0

@@ -101,16 +101,6 @@ def test_sentences(tmp_path: Path, recipe: EncodingRecipe, make: Preprocess) -> 
     assert made.empty == {"text": 1}
 
 
-@pytest.mark.slow
-def test_what_is_empty_is_left_out_and_counted(tmp_path: Path, make: Preprocess, says: Says) -> None:
-    texts = ["", "a dog", "  \n", "a cat", ""]
-    made = make(write_jsonl(tmp_path / "c.jsonl", [{"text": text} for text in texts]))
-    assert (made.documents, made.empty) == ({"text": 2}, {"text": 3})
-    with says(DataError):
-        make(write_jsonl(tmp_path / "e.jsonl", [{"text": ""}]), prefix="e")
-    assert not list(tmp_path.glob("e_*"))
-
-
 BAD = (
     b'{"text": "caf\xe9"}', b'{"text": ', b'["text"]', b'{"body": "x"}', b'{"text": 3}', b'{"text": "half \\ud83d"}',
     b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}",

@@ -257,6 +257,13 @@ class EncodedChat:
     split: int
     is_truncated: bool
 
+    @property
+    def labels(self) -> np.ndarray:
+        """The tokens of the answers, and -100 elsewhere and at the first token, which nothing predicts."""
+        labels = np.where(self.learned, self.ids, IGNORED)
+        labels[:1] = IGNORED
+        return labels
+
 
 T = TypeVar("T")
 Fields = TypeVar("Fields")
@@ -308,9 +315,7 @@ class ChatReader:
         self._add_notes(name, part, chats, len(usable))
         samples = {"input_ids": Ragged(tokens.ids for tokens in usable)}
         if self.answers_only:
-            labels = (np.where(tokens.learned, tokens.ids, IGNORED) for tokens in usable)
-            # The first token of a sample has no context to be predicted from.
-            samples["labels"] = Ragged(np.append(IGNORED, row[1:]) for row in labels)
+            samples["labels"] = Ragged(tokens.labels for tokens in usable)
         return TokenizedSamples(samples)
 
     def rendered(self, part: DataPart, columns: Columns) -> list[Rendered]:

@@ -222,11 +222,8 @@ def _usable(name: str, first: Sequence[EncodedChat], second: Sequence[EncodedCha
 
 
 def _fields(prefix: str, rows: Sequence[EncodedChat], indices: Sequence[int]) -> dict[str, Ragged | list[bool]]:
-    labels = (np.where(rows[i].learned, rows[i].ids, IGNORED) for i in indices)
-    return {
-        f"{prefix}input_ids": Ragged(rows[i].ids for i in indices),
-        f"{prefix}labels": Ragged(np.append(IGNORED, row[1:]) for row in labels),
-    }
+    ids, labels = Ragged(rows[i].ids for i in indices), Ragged(rows[i].labels for i in indices)
+    return {f"{prefix}input_ids": ids, f"{prefix}labels": labels}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from rapidformer_templates.data.finetuning import locating
-from rapidformer_templates.data.finetuning.column_names import check_column, find_column
 from rapidformer_templates.data.finetuning.messages import rows_with_texts
 from rapidformer_templates.data.streaming import RowStream, StreamedRow
 from rapidformer_templates.data.text.bad_lines import BadLines
@@ -101,7 +100,7 @@ class DataPart:
         Raises:
             DataError: there is none. The message lists the columns.
         """
-        return find_column(self.table.column_names, self.files[0], flag, value, usual)
+        return locating.find_column(self.table.column_names, self.files[0], flag, value, usual)
 
     def check_column(self, flag: str, name: str) -> None:
         """Check that a column exists that was used to read other rows.
@@ -112,7 +111,7 @@ class DataPart:
         Raises:
             DataError: it does not exist. The message lists the columns.
         """
-        check_column(self.table.column_names, self.files[0], flag, name)
+        locating.check_column(self.table.column_names, self.files[0], flag, name)
 
 
 @dataclass(frozen=True)

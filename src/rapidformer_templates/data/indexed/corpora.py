@@ -51,15 +51,15 @@ def contents(dataset: IndexedDataset) -> str:
     return f" ({hash_of(sums['bin']['crc32'])[:12]})" if sums else ""
 
 
+@dataclass(frozen=True)
 class IndexCache:
     """Groups of tables in a folder. If several processes ask at once, the first builds them and the others wait.
 
-    Args:
+    Attributes:
         root: the folder. None keeps the tables in the memory of each process.
     """
 
-    def __init__(self, root: Path | None = None) -> None:
-        self.root = root
+    root: Path | None = None
 
     def __call__(self, name: str, make: Callable[[], Tables]) -> Tables:
         """Return the tables of the group ``name``. On first use ``make`` builds them.

@@ -23,7 +23,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -62,14 +62,8 @@ def type_for(vocabulary: int) -> np.dtype:
     return np.dtype(np.uint16 if vocabulary < 65500 else np.int32)
 
 
-class _Tokens(Protocol):
-    """Tokens that can be read by slices ``[start:stop]``, counted in tokens."""
-
-    def __getitem__(self, span: slice) -> np.ndarray: ...
-
-
 class _FileTokens:
-    """Tokens that are read from the file at each access, for file systems that do not support memory maps."""
+    """Tokens that are read from the file at each access ``[start:stop]``, where memory maps are not supported."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)
@@ -110,7 +104,7 @@ class IndexedDataset:
     documents: np.ndarray
     dtype: np.dtype
     has_modes: bool
-    tokens: _Tokens
+    tokens: np.ndarray | _FileTokens
 
     def __init__(self, prefix: str | Path, access: Access = "mmap") -> None:
         self.prefix = prefix_of(prefix)
@@ -183,7 +177,7 @@ class IndexedDataset:
             what = f"truncated: {size:,} bytes of {end:,}" if size < end else f"too long: {size:,} bytes, not {end:,}"
             raise DataError(f"the file of tokens is {what}", where=str(bin_path(self.prefix)), hint=_ANEW)
 
-    def _open_tokens(self) -> _Tokens:
+    def _open_tokens(self) -> np.ndarray | _FileTokens:
         path = bin_path(self.prefix)
         if self.access == "cached":
             return np.fromfile(path, dtype=self.dtype)

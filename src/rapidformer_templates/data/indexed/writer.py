@@ -83,9 +83,6 @@ class IndexedWriter:
         self.prefix = prefix_of(prefix)
         self.vocabulary = vocabulary
         self.dtype = np.dtype(dtype)
-        self.codes = {kind: code for code, kind in TYPES.items()}
-        if self.dtype not in self.codes:
-            raise DataError(f"the format has no tokens of type {self.dtype}", where=self.prefix, hint="use int32")
         # Tokens and checksums without an index are left from a killed writer, and do not count as a set.
         is_left = sums_path(self.prefix).exists()
         files = [idx_path(self.prefix)] if is_left else [idx_path(self.prefix), bin_path(self.prefix)]
@@ -180,7 +177,8 @@ class IndexedWriter:
 
     def _write_index(self, path: Path) -> None:
         with path.open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self.codes[self.dtype], self.sequences, self.documents + 1))
+            code = next(code for code, kind in TYPES.items() if kind == self.dtype)
+            file.write(HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
             self._lengths.seek(0)
             shutil.copyfileobj(self._lengths, file)
             self._lengths.seek(0)

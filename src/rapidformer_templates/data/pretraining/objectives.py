@@ -12,18 +12,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from rapidformer_templates.data.collate import (
-    IGNORED,
-    Collate,
-    DocumentCollate,
-    PadCollate,
-    WindowCollate,
-    shifted_left,
-)
+from rapidformer_templates.data import collate
+from rapidformer_templates.data.collate import IGNORED, Collate, PadCollate
 from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.indexed.corpora import IndexCache, parse_data_path
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
-from rapidformer_templates.data.packing import check_packable, check_packable_model
 from rapidformer_templates.data.pretraining import masking
 from rapidformer_templates.data.pretraining.samples import Documents, GPTSamples, SentencePairs
 from rapidformer_templates.data.types import Augment, Endless, Model, ModelOutputs, Sample, Tensors
@@ -33,11 +26,9 @@ from rapidformer_templates.models.label_use import LabelUse, check_causal
 from rapidformer_templates.models.loading import model_type_of
 
 if TYPE_CHECKING:
-    from rapidformer_templates.data.tasks.base import Task
+    from rapidformer_templates.data.tasks.base import Loss, Task
 
 Samples = GPTSamples | SentencePairs | Documents
-Loss = torch.Tensor | tuple[torch.Tensor, int]
-"""The mean loss of a batch, or the sum of its losses and the number of targets."""
 
 
 class Objective(ABC):
@@ -149,11 +140,11 @@ class Causal(Objective):
     def check(self) -> None:
         super().check()
         if self.options.keep_documents_apart:
-            check_packable(self.task.model_config.model_type, "--keep-documents-apart")
+            collate.check_packable(self.task.model_config.model_type, "--keep-documents-apart")
 
     def check_model(self, model: nn.Module) -> None:
         if self.options.keep_documents_apart:
-            check_packable_model(model, "--keep-documents-apart")
+            collate.check_packable_model(model, "--keep-documents-apart")
 
     def use_labels(self, use: LabelUse) -> bool:
         check_causal(use, "--task pretraining")
@@ -168,11 +159,11 @@ class Causal(Objective):
         if not self._model_shifts:
             batch = dict(batch)
             labels = batch["labels"]
-            batch["labels"] = batch.pop("shift_labels") if "shift_labels" in batch else shifted_left(labels)
+            batch["labels"] = batch.pop("shift_labels") if "shift_labels" in batch else collate.shifted_left(labels)
         return model(**batch).loss
 
     def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
-        return WindowCollate(keeps_documents_apart=self.options.keep_documents_apart), None
+        return collate.WindowCollate(keeps_documents_apart=self.options.keep_documents_apart), None
 
     def predicted(self, outputs: ModelOutputs, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         if "shift_labels" in batch:
@@ -212,9 +203,12 @@ class Masked(Objective):
 
     def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         short = self.options.short_seq_prob
-        around = (self.token("cls"), self.token("sep"))
         # Windows of equal length need no padding mask, so the flash kernel can be used.
-        return PadCollate(self._padding, mask=short > 0), MaskWindows(self.mask, around, short)
+        return PadCollate(self._padding, mask=short > 0), MaskWindows(self.mask, self._around, short)
+
+    @property
+    def _around(self) -> tuple[int, int]:
+        return self.token("cls"), self.token("sep")
 
 
 class Pairs(Masked):
@@ -316,9 +310,6 @@ class MaskWindows:
     around: tuple[int, int]
     short_probability: float
 
-    def __post_init__(self) -> None:
-        masking.check_short_probability(self.short_probability)
-
     def __call__(self, sample: Sample, generator: np.random.Generator) -> dict[str, np.ndarray]:
         tokens = sample["input_ids"].astype(np.int64)
         if generator.random() < self.short_probability:
@@ -338,20 +329,10 @@ class ByDocuments(Objective):
             hint = "leave the weights out: each corpus then has the share that its size gives it"
             raise DataError(message, where=f"--data-path {' '.join(words)}", hint=hint)
 
-    @property
-    def short_probability(self) -> float:
-        """Fraction of the samples that are split in two."""
-        return 0.0
-
     def samples(self, dataset: IndexedDataset, part: tuple[int, int], cache: IndexCache) -> Documents:
-        samples = Documents(
-            dataset,
-            part,
-            self.window,
-            overlap=self.overlap,
-            short_probability=self.short_probability,
-            seed=self.task.config.training.seed,
-        )
+        seed = self.task.config.training.seed
+        short = self.options.short_seq_prob if "short_seq_prob" in self.flags else 0.0
+        samples = Documents(dataset, part, self.window, overlap=self.overlap, short_probability=short, seed=seed)
         if not len(samples):
             message = f"{part[1] - part[0]} documents have no sample"
             raise NoSamples(message, where=dataset.prefix, hint="use other shares or more text")
@@ -362,7 +343,7 @@ class CausalDocuments(ByDocuments, Causal):
     """Predicts each token of a document from the tokens before it."""
 
     def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
-        return DocumentCollate(self._padding["input_ids"]), None
+        return collate.DocumentCollate(self._padding["input_ids"]), None
 
     def lengths(self, train: Samples | Blend) -> np.ndarray:
         assert isinstance(train, Documents)
@@ -372,13 +353,8 @@ class CausalDocuments(ByDocuments, Causal):
 class MaskedDocuments(ByDocuments, Masked):
     """Predicts masked tokens of ``[CLS]`` document ``[SEP]``."""
 
-    @property
-    def short_probability(self) -> float:
-        return self.options.short_seq_prob
-
     def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
-        around = (self.token("cls"), self.token("sep"))
-        return PadCollate(self._padding), MaskWindows(self.mask, around, 0.0)
+        return PadCollate(self._padding), MaskWindows(self.mask, self._around, 0.0)
 
     def lengths(self, train: Samples | Blend) -> np.ndarray:
         assert isinstance(train, Documents)

@@ -13,7 +13,7 @@ import numpy as np
 from rapidformer_templates.data.indexed.corpora import IndexCache, Tables, contents, identity
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.order import NewestEpochs, Stream
-from rapidformer_templates.data.pretraining.masking import MaskTokens, check_short_probability
+from rapidformer_templates.data.pretraining.masking import MaskTokens
 from rapidformer_templates.data.types import Rows
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import PairLabel
@@ -73,8 +73,6 @@ class GPTSamples:
         return self.samples
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray]:
-        if position < 0:
-            position = range(self.samples)[position]
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[dict[str, np.ndarray]]:
@@ -226,7 +224,7 @@ class SentencePairs:
     Documents with one sentence give no pair, but may provide a B for another document's A.
 
     Raises:
-        DataError: the length is too short, or ``short_probability`` is not a fraction.
+        DataError: the length is too short.
         NoSamples: no document has two sentences, or there is no second document to take a B from.
     """
 
@@ -250,7 +248,6 @@ class SentencePairs:
         if self.seq_length < 5:
             message = f"a pair of sentences does not fit into {self.seq_length} tokens"
             raise DataError(message, where="--seq-length", hint="use at least 5")
-        check_short_probability(self.short_probability)
         self.content = self.seq_length - 3
         self._orders = NewestEpochs(self._order)
         dataset, (first, last) = self.dataset, self.documents
@@ -287,8 +284,6 @@ class SentencePairs:
         return len(self.chunks)
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray | int]:
-        if position < 0:
-            position = range(len(self))[position]
         first, end, target = self.chunks[self._orders[position // len(self)][position % len(self)]].tolist()
         generator = np.random.default_rng((self.seed, Stream.PAIR_SAMPLES, position))
         border = int(generator.integers(first + 1, end))

@@ -113,9 +113,7 @@ class SequenceClassification(base.Task):
     def _tokens(self, part: DataPart) -> dict[str, Ragged]:
         text, pair = self._text_columns(part)
         texts = base.texts_of(part, text)
-        pairs = base.texts_of(part, pair) if pair else None
-        fields = base.tokenized(self.tokenizer, texts, pairs, max_length=self.seq_length, notes=self.notes)
-        return {**fields, "input_ids": base.with_tokens(fields["input_ids"], part, text)}
+        return self.tokens_of(part, text, texts, base.texts_of(part, pair) if pair else None)
 
     def config_overrides(self) -> dict[str, object]:
         return {**base.label_map(self.labels), "problem_type": self.problem}

@@ -108,10 +108,7 @@ def odds_ratio(chosen: Answers, rejected: Answers) -> torch.Tensor:
 def _log_odds(means: torch.Tensor) -> torch.Tensor:
     """Compute log(p / (1 - p)) from log p, exact for p near 0 and near 1."""
     means = means.clamp(max=-torch.finfo(means.dtype).tiny)
-    near_one = means > -0.6931472
-    small = torch.where(near_one, torch.full_like(means, -1.0), means)  # both branches need a finite derivative
-    large = torch.where(near_one, means, torch.full_like(means, -0.5))
-    return means - torch.where(near_one, torch.log(-torch.expm1(large)), torch.log1p(-torch.exp(small)))
+    return means - torch.log(-torch.expm1(means))
 
 
 def kto(
@@ -127,11 +124,6 @@ def kto(
     sign = torch.where(is_good, 1.0, -1.0)
     weight = torch.where(is_good, *weights)
     return weight * (1 - torch.sigmoid(sign * (beta * (answers.ratios - drift))))
-
-
-def reward(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood of the choice (Bradley and Terry) for rewards of shape (pairs,)."""
-    return -logsigmoid(chosen - rejected)
 
 
 Reference = Callable[[Any], AbstractContextManager[Model]]
@@ -385,7 +377,8 @@ class Reward(_Preferences):
         scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].float()
         chosen, rejected = scores.chunk(2)
         self._record_pairs(chosen.detach(), rejected.detach(), batch["counted"])
-        return (reward(chosen, rejected) * batch["counted"]).sum(), batch["counted"].sum()
+        # The negative log-likelihood of the choice (Bradley and Terry).
+        return (-logsigmoid(chosen - rejected) * batch["counted"]).sum(), batch["counted"].sum()
 
     @classmethod
     def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:

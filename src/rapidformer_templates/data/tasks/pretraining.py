@@ -27,8 +27,13 @@ from rapidformer_templates.data.pretraining.objectives import BY_DOCUMENTS, OBJE
 from rapidformer_templates.data.pretraining.samples import Documents
 from rapidformer_templates.data.streaming import RowStream, StreamedSamples, WindowsOfDocuments, buffer_of
 from rapidformer_templates.data.tasks.base import Inputs, Loss, Record, Task
-from rapidformer_templates.data.tasks.language_models import CausalLM, MaskedLM, predicted_tokens, token_accuracy
-from rapidformer_templates.data.tasks.seq2seq_lm import Seq2SeqLM
+from rapidformer_templates.data.tasks.language_models import (
+    CausalLM,
+    MaskedLM,
+    Seq2SeqLM,
+    predicted_tokens,
+    token_accuracy,
+)
 from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import objective_of

@@ -285,21 +285,24 @@ def encoded(
 
 
 class _SkippedFile:
-    """``PREFIX.skipped.txt``: every line that was left out, with the reason. It only stays if there is one."""
+    """``PREFIX.skipped.txt``: every line that was left out, with the reason. It is only made if there is one."""
 
     def __init__(self, prefix: str) -> None:
         self.path = Path(f"{prefix}.skipped.txt")
         self.temporary = self.path.with_name(self.path.name + ".tmp")
         self.count = 0
         self.examples: list[str] = []
+        self._file: IO[str] | None = None
 
     def __enter__(self) -> _SkippedFile:
-        with disk_errors(self.path):
-            self._file: IO[str] = self.temporary.open("w", encoding="utf-8")
         return self
 
     def add(self, lines: Sequence[str]) -> None:
+        if not lines:
+            return
         with disk_errors(self.path):
+            if self._file is None:
+                self._file = self.temporary.open("w", encoding="utf-8")
             self._file.writelines(f"{line}\n" for line in lines)
         self.count += len(lines)
         self.examples += lines[: LISTED - len(self.examples)]
@@ -307,10 +310,11 @@ class _SkippedFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with disk_errors(self.path):
             try:
-                self._file.close()
+                if self._file:
+                    self._file.close()
                 if kind is None:
                     self.path.unlink(missing_ok=True)
-                    if self.count:
+                    if self._file:
                         self.temporary.rename(self.path)
             finally:
                 self.temporary.unlink(missing_ok=True)
