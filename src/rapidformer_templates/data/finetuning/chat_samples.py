@@ -108,10 +108,15 @@ class ChatTemplate:
         self, example: ChatExample, *, add_generation_prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         source, messages = self._sources[bool(example.tools)], example.messages
-        has_calls = any("tool_calls" in message for message in messages)
+        # Refuse a conversation with something that the template would leave out.
+        keys = {key for message in messages for key in message} | ({"tools"} if example.tools else set())
+        for what, names in PLACES.items():
+            if names & keys and not names & _names_in(source):
+                hint = f"use the template of a model that has them, or remove the {what} from the row"
+                raise DataError(f"the chat template would leave out the {what}", hint=hint)
+        has_calls = "tool_calls" in keys
         for conversation in (messages, _with_texts_of_calls(messages))[: 1 + has_calls]:
             try:
-                _refuse_left_out(example, source)
                 texts, spans = self._apply(
                     conversations=[list(conversation)],
                     tools=example.tools,
@@ -204,19 +209,6 @@ class ChatTemplate:
                 "so that it is unknown where the answer begins"
             )
         raise DataError(f"the chat template {what}", hint=TRAINING_HINT)
-
-
-def _refuse_left_out(example: ChatExample, template: str) -> None:
-    """Refuse a conversation with something that a template does not read.
-
-    Raises:
-        DataError: the template would leave it out.
-    """
-    keys = {key for message in example.messages for key in message} | ({"tools"} if example.tools else set())
-    for what, names in PLACES.items():
-        if names & keys and not names & _names_in(template):
-            hint = f"use the template of a model that has them, or remove the {what} from the row"
-            raise DataError(f"the chat template would leave out the {what}", hint=hint)
 
 
 @cache

@@ -72,8 +72,24 @@ def pairs_of(part: DataPart, prompt: str | None, tools: str | None, reader: Chat
     rows = zip(*_prompts_and_tools(part, prompt, tools), *(part.table[name][:] for name in names), strict=True)
 
     def read_pair(fields: tuple[object, object, object, object]) -> tuple[Answer, Answer]:
-        chosen, rejected = _read_pair(fields)
-        return Answer(chosen, reader.render(chosen)), Answer(rejected, reader.render(rejected))
+        """Read a row. The common beginning of its answers is the prompt if there is no other."""
+        prompt, tools, chosen, rejected = fields
+        pair: tuple[Example, Example]
+        if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
+            chosen, rejected = read_messages(chosen, "chosen"), read_messages(rejected, "rejected")
+            common, schemas = common_length(chosen, rejected), read_tools(tools)
+            pair = ChatExample(chosen, common, schemas), ChatExample(rejected, common, schemas)
+            if not common:
+                raise DataError("the chosen and the rejected conversation do not begin with the same message")
+        elif isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
+            common = common_length(chosen, rejected)
+            texts = [(text[:common], text[common:], tools) for text in (chosen, rejected)]
+            pair = read_completion(*texts[0]), read_completion(*texts[1])
+        else:
+            pair = read_completion(prompt, chosen, tools), read_completion(prompt, rejected, tools)
+        if chosen == rejected:
+            raise DataError("the chosen and the rejected answer are the same")
+        return Answer(pair[0], reader.render(pair[0])), Answer(pair[1], reader.render(pair[1]))
 
     return reader.read(part, rows, read_pair)
 
@@ -119,28 +135,6 @@ def _column(part: DataPart, name: str) -> str:
         hint = f"rename the one that holds them; columns: {', '.join(part.table.column_names)}"
         raise DataError(f"there is no column '{name}'", where=part.files[0], hint=hint)
     return name
-
-
-def _read_pair(fields: tuple[object, object, object, object]) -> tuple[Example, Example]:
-    """Return the chosen and the rejected answer of a row. Their common beginning is the prompt if there is no other."""
-    prompt, tools, chosen, rejected = fields
-    pair: tuple[Example, Example]
-    if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
-        chosen, rejected = read_messages(chosen, "chosen"), read_messages(rejected, "rejected")
-        common = common_length(chosen, rejected)
-        schemas = read_tools(tools)
-        pair = ChatExample(chosen, common, schemas), ChatExample(rejected, common, schemas)
-        if not common:
-            raise DataError("the chosen and the rejected conversation do not begin with the same message")
-    elif isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
-        common = common_length(chosen, rejected)
-        texts = [(text[:common], text[common:], tools) for text in (chosen, rejected)]
-        pair = read_completion(*texts[0]), read_completion(*texts[1])
-    else:
-        pair = read_completion(prompt, chosen, tools), read_completion(prompt, rejected, tools)
-    if chosen == rejected:
-        raise DataError("the chosen and the rejected answer are the same")
-    return pair
 
 
 class PreferenceSamples(TokenizedSamples):

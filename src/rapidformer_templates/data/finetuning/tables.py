@@ -267,29 +267,27 @@ def _read_part(located: locating.Located, files: Sequence[Path], bad: BadLines, 
     Raises:
         DataError: there is no such row, or a file or a line cannot be read.
     """
-    part = read_files(files, bad) if located.kind == "files" else _read_saved(located, files)
+    if located.kind == "files":
+        part = read_files(files, bad)
+    else:
+        import datasets
+
+        try:
+            if located.kind == "saved":
+                table = datasets.load_from_disk(str(files[0]))
+            else:
+                table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+        except locating.SAVED_DATA_ERRORS as error:
+            raise locating.unreadable_error(files[0], error) from error
+        assert isinstance(table, datasets.Dataset)
+        if not len(table):
+            raise DataError(EMPTY, where=str(files[0]), hint=EMPTY_HINT)
+        part = part_of_table(table, str(files[0]))
     rows = usable(part, bad) if usable else part
     if not len(rows) and bad.skip:
         message = f"none of the {len(part)} rows can be used; the last: {bad.skipped[-1]}"
         raise DataError(message, where=part.files[0], hint="fix the rows")
     return rows
-
-
-def _read_saved(located: locating.Located, files: Sequence[Path]) -> DataPart:
-    """Return the rows of a part that ``datasets`` saved, as a folder or in its cache."""
-    import datasets
-
-    try:
-        if located.kind == "saved":
-            table = datasets.load_from_disk(str(files[0]))
-        else:
-            table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
-    except locating.SAVED_DATA_ERRORS as error:
-        raise locating.unreadable_error(files[0], error) from error
-    assert isinstance(table, datasets.Dataset)
-    if not len(table):
-        raise DataError(EMPTY, where=str(files[0]), hint=EMPTY_HINT)
-    return part_of_table(table, str(files[0]))
 
 
 def part_of_table(table: datasets.Dataset, name: str) -> DataPart:

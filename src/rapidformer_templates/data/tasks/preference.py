@@ -265,11 +265,16 @@ class Preference(_Preferences):
         """Compute KTO's drift, or ORPO's pairs per token, over the whole global batch."""
         # Summed on the device, because the host need not know them.
         totals = torch.zeros(2, dtype=torch.float64, device=workers.device)
+
+        def log_ratios(model: Model, batch: Tensors) -> tuple[torch.Tensor, int]:
+            ratios = self._answers(model, batch).ratios
+            return ratios.sum(), len(ratios)
+
         for microbatch in microbatches:
             batch = microbatch.batch
             number: torch.Tensor | int
             if self.is_unpaired:
-                value, _ = evaluate(_mismatched_answers(microbatch), self._drift_of)
+                value, _ = evaluate(_mismatched_answers(microbatch), log_ratios)
                 number = len(microbatch.samples)
             else:
                 chosen = batch["attention_mask"][: len(batch["counted"])]
@@ -281,11 +286,6 @@ class Preference(_Preferences):
         self._drift = (total / count).clamp(min=0.0) if self.is_unpaired else count / total.clamp(min=1.0)
 
     _drift = torch.zeros(())  # drift for KTO, pairs per token for ORPO
-
-    def _drift_of(self, model: Model, batch: Tensors) -> tuple[torch.Tensor, int]:
-        """Return the sum of the log-ratios of a batch, and their number."""
-        answers = self._answers(model, batch)
-        return answers.ratios.sum(), len(answers.ratios)
 
     def reference_of(self, evaluate: EvalBatch, microbatch: MicroBatch) -> list[list[float]]:
         """Return the reference's log-probabilities of the two rows of each sample.

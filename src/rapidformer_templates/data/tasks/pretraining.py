@@ -151,7 +151,13 @@ class Pretraining(Task):
                     if needed:
                         message = f"the {name} part of {corpus.dataset.prefix} is too small: {error.message}"
                         raise NoSamples(message, where=f"--split {self.config.data.split}", hint=error.hint) from error
-            parts.append(_blended(sources, repeats=i == 0 and not self.is_trained, cache=cache))
+            sets: list[Any] = [samples for _, samples in sources]
+            if len(sets) < 2 or isinstance(sets[0], Documents):
+                parts.append(reduce(add, sets) if sets else None)
+                continue
+            # Without weights each corpus counts by its size.
+            weights = [len(samples) if corpus.weight is None else corpus.weight for corpus, samples in sources]
+            parts.append(Blend(sets, weights, repeats=i == 0 and not self.is_trained, cache=cache))
         return parts
 
     def inputs(self, part: DataPart) -> Inputs:
@@ -181,14 +187,3 @@ class Pretraining(Task):
 
     def compute_metrics(self, predictions: list[np.ndarray], references: list[np.ndarray]) -> dict[str, float]:
         return token_accuracy(predictions, references)
-
-
-def _blended(corpora: Sequence[tuple[Corpus, Samples]], *, repeats: bool, cache: IndexCache) -> Samples | Blend | None:
-    """Combine the samples of several corpora into one set. Without weights each corpus counts by its size."""
-    if not corpora:
-        return None
-    sets: list[Any] = [samples for _, samples in corpora]
-    if len(sets) == 1 or isinstance(sets[0], Documents):
-        return reduce(add, sets)
-    weights = [len(samples) if corpus.weight is None else corpus.weight for corpus, samples in corpora]
-    return Blend(sets, weights, repeats=repeats, cache=cache)
