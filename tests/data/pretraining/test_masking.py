@@ -31,8 +31,8 @@ from rapidformer_templates.data.pretraining.masking import (
     span_sizes,
     word_starts,
 )
-from rapidformer_templates.data.pretraining.objectives import MaskWindows
 from rapidformer_templates.data.tasks import load_task
+from rapidformer_templates.data.tasks.pretraining import MaskWindows
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.data_rules import check_data_flags, sample_flags
 from tests.support.messages import Says

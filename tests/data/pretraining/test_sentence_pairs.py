@@ -20,8 +20,8 @@ from rapidformer_templates.data.indexed.corpora import IndexCache
 from rapidformer_templates.data.order import Stream
 from rapidformer_templates.data.pretraining import samples as sentence_pairs
 from rapidformer_templates.data.pretraining.masking import MaskTokens
-from rapidformer_templates.data.pretraining.objectives import pair_loss
 from rapidformer_templates.data.pretraining.samples import _truncate_at_random, build_chunks
+from rapidformer_templates.data.tasks.pretraining import pair_loss
 from rapidformer_templates.errors import DataError, RapidformerError
 from rapidformer_templates.models.architectures import pair_label_of
 from tests.support.messages import Says

@@ -326,7 +326,7 @@ def test_spans_fill_the_sequence_length(configure: Configure, t5_folder: Path, t
 def test_windows_mask_whole_words(configure: Configure, bert_folder: Path, tmp_path: Path) -> None:
     task: Any = load_task(configure(**flags_of(tmp_path, bert_folder, model_type="bert", whole_word_mask=True)))
     data, words = task.build_data(), 0
-    starts = task.objective.mask.starts
+    starts = task.mask.starts
     for i in range(10):
         sample = data.augment(data.train[i], np.random.default_rng(i))
         chosen = sample["labels"] != IGNORED

@@ -12,14 +12,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from rapidformer_templates.data.indexed.dataset import (
-    IndexedDataset,
-    bin_path,
-    check_vocabulary,
-    idx_path,
-    is_indexed,
-    type_for,
-)
+from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, check_vocabulary, is_indexed, type_for
 from rapidformer_templates.data.indexed.writer import read_sums
 from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.files import data_suffix, no_corpus_error, text_files
@@ -37,12 +30,6 @@ Tables = dict[str, np.ndarray]
 def cache_root(config: RunConfig) -> Path:
     """Return ``--data-cache-dir``, else ``rapidformer_templates`` in the user's cache folder (XDG standard)."""
     return Path(config.data.data_cache_dir) if config.data.data_cache_dir else user_cache()
-
-
-def identity(prefix: str) -> list[str | tuple[int, int]]:
-    """Identify a version of an indexed data set: the location, sizes and modification times of its files."""
-    stats = [path.stat() for path in (idx_path(prefix), bin_path(prefix))]
-    return [str(Path(prefix).resolve()), *[(s.st_size, s.st_mtime_ns) for s in stats]]
 
 
 def contents(dataset: IndexedDataset) -> str:
@@ -240,7 +227,7 @@ def _check_tokens(dataset: IndexedDataset, tokenizer: PreTrainedTokenizerFast, c
     if sums is not None and sums["bin"]["bytes"] == bin_path(dataset.prefix).stat().st_size:
         largest = sums["largest_token"]
     else:
-        name = "largest-" + hash_of(identity(dataset.prefix))
+        name = "largest-" + hash_of(dataset.version)
         table = cache(name, lambda: {"largest": np.array([check_vocabulary(dataset, vocabulary)])})
         largest = int(table["largest"][0])
     check_vocabulary(dataset, vocabulary, largest)

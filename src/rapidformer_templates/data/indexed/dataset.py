@@ -202,6 +202,14 @@ class IndexedDataset:
         start = self._starts[index] >> self._shift
         return self.tokens[start : start + self._sizes[index]]
 
+    def span(self, first: int, last: int) -> slice:
+        """Return where the sequences [first, last), which are stored one after another, are among the tokens."""
+        if first >= last:
+            return slice(0, 0)
+        size = self.dtype.itemsize
+        end = int(self.pointers[last - 1]) // size + int(self.lengths[last - 1])
+        return slice(int(self.pointers[first]) // size, end)
+
     def gather(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Copy the tokens of the runs ``[start, stop)``, counted in tokens, into one 1-D array."""
         # Slicing a memoryview and joining bytes take half the time of numpy's slices and concatenation.
@@ -213,6 +221,12 @@ class IndexedDataset:
     def token_count(self) -> int:
         """Number of tokens in all sequences."""
         return bin_path(self.prefix).stat().st_size // self.dtype.itemsize
+
+    @property
+    def version(self) -> list[str | tuple[int, int]]:
+        """Identifies this version of the set: the location, sizes and modification times of its files."""
+        stats = [path(self.prefix).stat() for path in (idx_path, bin_path)]
+        return [str(Path(self.prefix).resolve()), *[(s.st_size, s.st_mtime_ns) for s in stats]]
 
     def __getstate__(self) -> dict[str, object]:
         # A memory map would be sent to loader processes as a copy of the whole file.

@@ -261,15 +261,9 @@ def counts_of(dataset: IndexedDataset, part: tuple[int, int]) -> np.ndarray:
     Raises:
         DataError: a token is negative.
     """
-    first, last = part
-    counts = np.zeros(0, np.int64)
-    if first >= last:
-        return counts
-    size = dataset.dtype.itemsize
-    begin, end = int(dataset.pointers[first]) // size, int(dataset.pointers[last - 1]) // size
-    end += int(dataset.lengths[last - 1])
-    for start in range(begin, end, CHUNK):
-        tokens = dataset.tokens[start : min(start + CHUNK, end)]
+    counts, span = np.zeros(0, np.int64), dataset.span(*part)
+    for start in range(span.start, span.stop, CHUNK):
+        tokens = dataset.tokens[start : min(start + CHUNK, span.stop)]
         if int(tokens.min()) < 0:
             raise DataError(f"there are negative tokens, such as {int(tokens.min())}", where=dataset.prefix)
         occurrences = np.bincount(tokens)

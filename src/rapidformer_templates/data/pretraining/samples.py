@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rapidformer_templates.data.indexed.corpora import IndexCache, Tables, contents, identity
+from rapidformer_templates.data.indexed.corpora import IndexCache, Tables, contents
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.order import NewestEpochs, Stream
 from rapidformer_templates.data.pretraining.masking import MaskTokens
@@ -55,11 +55,8 @@ class GPTSamples:
     cache: IndexCache = field(default_factory=IndexCache)
 
     def __post_init__(self) -> None:
-        dataset, (first, last) = self.dataset, self.part
-        self.tokens = 0
-        if first < last:  # sequences are stored one after another
-            end = int(dataset.pointers[last - 1]) // dataset.dtype.itemsize + int(dataset.lengths[last - 1])
-            self.tokens = end - int(dataset.pointers[first]) // dataset.dtype.itemsize
+        span = self.dataset.span(*self.part)
+        self.tokens = span.stop - span.start
         self.samples = max(0, (self.tokens - self.overlap) // self.length)
         self._epochs = NewestEpochs(self._tables)
 
@@ -105,7 +102,7 @@ class GPTSamples:
 
     def _tables(self, epoch: int) -> Tables:
         shape = (self.part, self.length, self.overlap, self.seed, epoch)
-        name = "gpt-" + hash_of([WINDOWS_VERSION, identity(self.dataset.prefix), *shape])
+        name = "gpt-" + hash_of([WINDOWS_VERSION, self.dataset.version, *shape])
         return self.cache(name, lambda: self._make_tables(epoch))
 
     def _make_tables(self, epoch: int) -> Tables:
@@ -266,7 +263,7 @@ class SentencePairs:
         return self.cache(self._name("chunks"), lambda: {"chunks": build_chunks(*facts)})["chunks"]
 
     def _name(self, *table: object) -> str:
-        facts = [identity(self.dataset.prefix), self.documents, self.content, self.short_probability, self.seed]
+        facts = [self.dataset.version, self.documents, self.content, self.short_probability, self.seed]
         return "pairs-" + hash_of([PAIRS_VERSION, *facts, *table])
 
     @property
@@ -278,7 +275,9 @@ class SentencePairs:
     def mean_tokens(self) -> float:
         """Mean length of the samples without special tokens, as if B always followed A."""
         first, end, target = self.chunks.T
-        return float(np.minimum(self._tokens_between(first, end), target).mean())
+        pointers, last = self.dataset.pointers, end - 1
+        lengths = (pointers[last] - pointers[first]) // self.dataset.dtype.itemsize + self.dataset.lengths[last]
+        return float(np.minimum(lengths, target).mean())
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -307,14 +306,7 @@ class SentencePairs:
 
     def _read(self, first: int, end: int) -> np.ndarray:
         """Return the tokens of the sentences [first, end)."""
-        start = int(self.dataset.pointers[first]) // self.dataset.dtype.itemsize
-        return self.dataset.tokens[start : start + int(self._tokens_between(first, end))]
-
-    def _tokens_between(self, first: int | np.ndarray, end: int | np.ndarray) -> np.ndarray:
-        """Return the number of tokens of the sentences [first, end), which are stored one after another."""
-        pointers = self.dataset.pointers
-        # Use the length of the last sentence, because the next pointer may not exist.
-        return (pointers[end - 1] - pointers[first]) // self.dataset.dtype.itemsize + self.dataset.lengths[end - 1]
+        return self.dataset.tokens[self.dataset.span(first, end)]
 
     def _other_document(self, sentence: int, tokens: int, generator: np.random.Generator) -> np.ndarray:
         """Return about ``tokens`` tokens from another document than that of ``sentence``, from a random sentence on."""

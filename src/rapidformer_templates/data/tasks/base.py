@@ -115,6 +115,15 @@ class Task(ABC):
         self.is_trained = False
         self.part: str | None = None
 
+    @classmethod
+    def kind_for(cls, config: RunConfig) -> type[Task]:
+        """Return the class for a configuration. Most tasks have only one.
+
+        Raises:
+            DataError: a flag is set that this class does not use.
+        """
+        return cls
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return load_tokenizer(self.config)
