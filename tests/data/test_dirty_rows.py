@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from rapidformer_templates.data.finetuning.column_names import check_input_columns, check_training_columns, columns_of
+from rapidformer_templates.data.finetuning.locating import check_input_columns, check_training_columns, columns_of
 from rapidformer_templates.data.finetuning.tables import read_dataset, read_part
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped

@@ -1,6 +1,5 @@
 """Each pass over a set has each sample once, and no batch holds a sample twice, for any size, batch and source."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -135,17 +134,6 @@ def test_each_pass_over_a_stream_has_each_row_once(files: int, buffer: int, tmp_
         order = StreamOrder(samples, batch, SEED)
         steps = (samples.__getitems__(positions) for positions in steps_of(order))
         check_passes(steps, size, batch, at=f"{size} in {batch}")
-
-
-@pytest.mark.slow
-def test_a_stream_continues_across_passes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    whole = [stream(tmp_path, 7, 2, 4, 5)[p] for p in range(60)]
-    reader = stream(tmp_path, 7, 2, 4, 5)
-    for p in range(0, 40, 5):
-        assert reader[p] == whole[p]
-        other = stream(tmp_path, 7, 2, 4, 5)
-        other.go_to(json.loads(json.dumps(reader.bookmark)))
-        assert [other[i] for i in range(p + 1, 60)] == whole[p + 1 :]
 
 
 @pytest.mark.slow

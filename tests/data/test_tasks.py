@@ -217,7 +217,7 @@ def test_seq2seq(load: Load) -> None:
 
 
 def test_rouge_l_by_hand() -> None:
-    from rapidformer_templates.data.tasks.seq2seq_lm import longest_common_subsequence, rouge_l
+    from rapidformer_templates.data.tasks.language_models import longest_common_subsequence, rouge_l
 
     # Lin 2004, section 3.1: "police kill the gunman" against "police killed the gunman" is 3/4
     assert rouge_l("police kill the gunman", "police killed the gunman") == 0.75

@@ -13,8 +13,8 @@ from transformers.models.auto import modeling_auto
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.data.collate import WindowCollate, count_targets
-from rapidformer_templates.data.pretraining.objectives import Causal
 from rapidformer_templates.data.tasks.language_models import CausalLM
+from rapidformer_templates.data.tasks.pretraining import Causal
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.label_use import LENGTH, LabelUse, can_be_tried, label_use
 from tests.support.architectures import IDS, SIZES, tiny

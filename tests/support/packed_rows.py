@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rapidformer_templates.data.collate import IGNORED, PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.packing import PackedRows
+from rapidformer_templates.data.collate import IGNORED, PackedRows, PadCollate, Ragged, TokenizedSamples
 
 CAPACITY = 32
 

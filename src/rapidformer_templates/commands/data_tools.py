@@ -337,7 +337,7 @@ def samples_main(argv: Sequence[str]) -> int:
     if isinstance(train, TokenizedSamples):
         count = min(count, len(train))
         names = [name for name in train.fields if name.endswith("input_ids")]
-        tokens = sum(int(train.lengths_of(name).sum()) for name in names)
+        tokens = sum(int(train.rows_of(name).lengths.sum()) for name in names)
         learned = sum(int(_learned(sample, name.removesuffix("input_ids")).sum()) for sample in train for name in names)
         share = f"{learned:,} of them learned ({learned / tokens:.1%})"
         terminal.print(f"{counted(len(train), 'sample')}, {tokens:,} tokens, {share}", highlight=False, soft_wrap=True)

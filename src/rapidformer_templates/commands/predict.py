@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rapidformer_templates.commands import saved_model
-from rapidformer_templates.data.finetuning.column_names import check_input_columns
 from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
+from rapidformer_templates.data.finetuning.locating import check_input_columns
 from rapidformer_templates.errors import ConfigError, DataError, MistakeCollector
 from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import COMMAND_LINE, RunConfig, subset_of_flags

@@ -8,7 +8,6 @@ import math
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from rapidformer_templates.data import types
-from rapidformer_templates.data.collate import collate_to_shape
+from rapidformer_templates.data.collate import PackedRow, collate_to_shape
 from rapidformer_templates.data.order import BatchRequest, Order, Stream
+from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.system import accelerator
 
@@ -27,13 +27,6 @@ def field_of(batch: types.Batch, name: str) -> torch.Tensor | None:
     """Return a tensor of a batch by name, or None if the batch has no names or no such tensor."""
     get: Callable[[str], torch.Tensor | None] | None = getattr(batch, "get", None)
     return get(name) if get else None
-
-
-QUESTIONS: Mapping[str, Callable[[np.ndarray], bool]] = {
-    "attention_mask": lambda mask: bool(mask.all()),
-    "position_ids": lambda positions: bool((np.diff(positions, axis=-1) == 1).all()),
-}
-"""Fields of a batch that models query in each forward, and the query for each."""
 
 
 @dataclass
@@ -71,14 +64,18 @@ class MicroBatch:
         tokens). ``shown_tokens`` is the number of tokens that such an ``attention_mask`` does not mask.
         """
         self.mask_facts, self.shown_tokens = {}, None
-        for name, question in QUESTIONS.items():
+        for name in ("attention_mask", "position_ids"):
             tensor = field_of(self.batch, name)
             if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
                 continue
-            if tensor.ndim == 2 and tensor.is_cpu:
-                self.mask_facts[name] = question(tensor.numpy())
-                if name == "attention_mask":
-                    self.shown_tokens = int(np.count_nonzero(tensor.numpy()))
+            if tensor.ndim != 2 or not tensor.is_cpu:
+                continue
+            values = tensor.numpy()
+            if name == "attention_mask":
+                self.shown_tokens = int(np.count_nonzero(values))
+                self.mask_facts[name] = self.shown_tokens == values.size
+            else:
+                self.mask_facts[name] = bool((np.diff(values, axis=-1) == 1).all())
 
     @property
     def sample_count(self) -> int:
@@ -102,8 +99,7 @@ class MicroBatch:
     @property
     def padded_tokens(self) -> int:
         """Number of tokens including padding."""
-        shape = self.shape
-        return math.prod(shape) if shape else 0
+        return math.prod(self.shape) if self.shape else 0
 
     def pin_memory(self) -> MicroBatch:
         """Move this micro batch to page-locked memory. The loader calls it."""
@@ -117,11 +113,14 @@ class _Fetcher(Dataset[MicroBatch]):
     def __init__(self, samples: types.SampleSet | types.Endless, data: types.Data) -> None:
         self.samples = samples
         self.augment = data.augment
-        self.collate = data.collate or partial(types.collated, default_collate, where="build_data()")
+        self.collate = data.collate or _default_collate
 
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
         many = getattr(self.samples, "__getitems__", None)
         items = many(request.samples) if many else [self.samples[i] for i in request.samples]
+        size = None
+        if isinstance(items[0], PackedRow):
+            size = sum(row.samples for row in items), sum(len(row["input_ids"]) for row in items)
         if self.augment:
             generators = (np.random.default_rng((*request.key, position)) for position in request.positions)
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
@@ -130,15 +129,32 @@ class _Fetcher(Dataset[MicroBatch]):
             size = (len(items), request.tokens)
             positions = [*request.positions, *[-1] * (request.shape.rows - len(items))]
             return MicroBatch(batch, request.samples, idle=request.idle, size=size, positions=positions)
-        size_of = types.size_function(self.samples)
+        batch = self.collate(items)
+        if batch is None:
+            hint = "return the batch: a dict of tensors"
+            raise DataError("collate returned None", where="Data(collate=…)", hint=hint)
         return MicroBatch(
-            types.checked_batch(self.collate(items)),
+            batch,
             request.samples,
             idle=request.idle,
-            size=size_of(request.samples) if size_of else None,
+            size=size,
             positions=request.positions,
             bookmark=getattr(self.samples, "bookmark", None),
         )
+
+
+def _default_collate(items: list[object]) -> types.Batch:
+    """Collate with torch's default function.
+
+    Raises:
+        DataError: the samples differ in kind or shape.
+    """
+    try:
+        return default_collate(items)
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        message = f"samples cannot be combined into a batch: {reason}"
+        raise DataError(message, where="build_data()", hint="give Data a collate function") from error
 
 
 def train_requests(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -201,6 +201,7 @@ def keep_apart(samples: object, count: int) -> None:
         tell(count)
 
 
+@dataclass(eq=False)
 class SampleOrder(Order):
     """The order of the training samples.
 
@@ -209,7 +210,7 @@ class SampleOrder(Order):
     iterations, all batches are whole, and one continues across the border of two epochs. No batch holds a sample twice,
     unless there are fewer samples than it has.
 
-    Args:
+    Attributes:
         size: number of samples.
         global_batch: samples per step.
         seed: seed of the permutations.
@@ -220,27 +221,19 @@ class SampleOrder(Order):
         identity: a text for everything else that the samples depend on, if the set has one.
     """
 
-    def __init__(
-        self,
-        size: int,
-        global_batch: int,
-        seed: int,
-        *,
-        by_epochs: bool,
-        lengths: np.ndarray | None = None,
-        in_order: bool = False,
-        identity: str | None = None,
-    ) -> None:
-        self.size = size
-        self.global_batch = global_batch
-        self.seed = seed
-        self.by_epochs = by_epochs
-        self.lengths = lengths
-        self.in_order = in_order
-        self.identity = identity
-        self.steps_per_epoch = math.ceil(size / global_batch)
-        self._crosses_borders = not by_epochs and size % global_batch > 0
-        self._passes = Passes(size, (seed, Stream.ORDER), global_batch if self._crosses_borders else 1)
+    size: int
+    global_batch: int
+    seed: int
+    _: KW_ONLY
+    by_epochs: bool
+    lengths: np.ndarray | None = None
+    in_order: bool = False
+    identity: str | None = None
+
+    def __post_init__(self) -> None:
+        self.steps_per_epoch = math.ceil(self.size / self.global_batch)
+        self._crosses_borders = not self.by_epochs and self.size % self.global_batch > 0
+        self._passes = Passes(self.size, (self.seed, Stream.ORDER), self.global_batch if self._crosses_borders else 1)
         self._window: tuple[int, list[tuple[np.ndarray, np.ndarray]]] = (-1, [])
 
     def epoch(self, step: int) -> float:

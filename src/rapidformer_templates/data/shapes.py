@@ -39,7 +39,7 @@ class ShapeUsage(NamedTuple):
 def choose_shapes(lengths: np.ndarray, budget: int, max_shapes: int, multiple: int = 1) -> list[Shape]:
     """Choose the shapes that minimize the padding of these samples, shortest first.
 
-    Dynamic programming over the distinct lengths takes O(shapes × distinct × log distinct). It is exact for the padding
+    Dynamic programming over the distinct lengths takes O(shapes × distinct²). It is exact for the padding
     inside rows. Short last batches add padding, which matters for small data sets. So the best choices of 1, 2, …
     ``max_shapes`` lengths are compared by their total number of tokens.
 
@@ -120,9 +120,11 @@ def least_padding(lengths: np.ndarray, counts: np.ndarray, most: int) -> list[np
     cost = before[1:] * lengths
     origins = [np.zeros(len(lengths), np.int64)]
     for _ in range(1, most):
-        origin = _origins(np.concatenate([[0], cost]), before, lengths)
+        cost = np.concatenate([[0], cost])
+        best = [np.argmin(cost[:end] - before[:end] * length) for end, length in enumerate(lengths, start=1)]
+        origin = np.array(best)
         origins.append(origin)
-        cost = np.concatenate([[0], cost])[origin] + (before[1:] - before[origin]) * lengths
+        cost = cost[origin] + (before[1:] - before[origin]) * lengths
     groups = []
     for k in range(most):
         # Walk back from the last length, without empty groups.
@@ -133,30 +135,3 @@ def least_padding(lengths: np.ndarray, counts: np.ndarray, most: int) -> list[np
                 end = int(origin[end - 1])
         groups.append(np.array(ends[::-1]))
     return groups
-
-
-def _origins(cost: np.ndarray, before: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return, for each end p = 1, 2, …, the q < p that minimizes ``cost[q] - before[q] × length[p - 1]``.
-
-    The best q never falls as p grows. So the middle end is solved first and bounds its neighbours on both sides. All
-    ends at the same depth of this halving are solved together.
-    """
-    size = len(lengths)
-    # The best q of the nearest solved neighbours bounds the q of unsolved ends.
-    best = np.zeros(size + 2, np.int64)
-    best[size + 1] = size
-    step = 1 << size.bit_length()
-    while step > 1:
-        half = step // 2
-        ends = np.arange(half, size + 1, step)
-        low = best[ends - half]
-        high = np.minimum(best[np.minimum(ends + half, size + 1)], ends - 1)
-        widths = high - low + 1
-        starts = np.cumsum(widths) - widths
-        q = np.arange(int(widths.sum())) + np.repeat(low - starts, widths)
-        values = cost[q] - before[q] * np.repeat(lengths[ends - 1], widths)
-        least = np.minimum.reduceat(values, starts)
-        first = np.flatnonzero(values == np.repeat(least, widths))
-        best[ends] = q[first[np.searchsorted(first, starts)]]
-        step = half
-    return best[1:-1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from rapidformer_templates.data.order import Order, Stream, spread
 from rapidformer_templates.data.text.bad_lines import BadLines, add_by_reason
 from rapidformer_templates.data.text.encoding import Encoder, EncodingJob, EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import NotEquivalent
-from rapidformer_templates.data.text.files import Row, TextUnit, data_suffix, text_documents
-from rapidformer_templates.data.types import Bookmark, Endless, Rows, SampleSet, SizeOf, size_function
+from rapidformer_templates.data.text.files import Row, TextUnit, data_suffix, raw_rows
+from rapidformer_templates.data.types import Bookmark, Endless, Rows, SampleSet
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.system.files import hash_of
@@ -48,33 +48,28 @@ class StreamedRow:
     skipped: Sequence[str]
 
 
+@dataclass(eq=False)
 class RowStream:
     """An endless stream of the rows of some files. After the last row it starts again.
 
-    Args:
+    Attributes:
         files: the shards. They are read one after another.
         seed: seed of their order, which is new in each epoch. None keeps the given order.
         skip: leave out lines that cannot be read.
         text_unit: the unit of text that is one document in a ``.txt`` file.
         column: name of the column for such documents.
-
-    Attributes:
         epoch: number of complete passes.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        seed: int | None,
-        *,
-        skip: bool = False,
-        text_unit: TextUnit = "paragraph",
-        column: str = "text",
-    ) -> None:
-        self.files = list(files)
-        self.seed = seed
-        self.skip, self.text_unit, self.column = skip, text_unit, column
-        self.epoch = 0
+    files: Sequence[Path]
+    seed: int | None
+    _: KW_ONLY
+    skip: bool = False
+    text_unit: TextUnit = "paragraph"
+    column: str = "text"
+    epoch: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._begin(None)
 
     def _begin(self, shard_state: dict[str, Any] | None) -> None:
@@ -83,7 +78,7 @@ class RowStream:
         order = np.arange(len(self.files))
         if self.seed is not None:
             order = np.random.default_rng((self.seed, Stream.SHARDS, self.epoch)).permutation(len(self.files))
-        files = [str(self.files[i]) for i in order]
+        files = [str(self.files[i]) for i in order.tolist()]
         options = {"skip": self.skip, "unit": self.text_unit, "column": self.column}
         self._set = datasets.IterableDataset.from_generator(_rows, gen_kwargs={"files": files, **options})
         if shard_state is not None:
@@ -134,9 +129,7 @@ def _rows(files: list[str], skip: bool, unit: TextUnit, column: str) -> Iterator
     """Yield the rows of one shard after another for the iterable data set."""
     for name in files:
         path, bad = Path(name), BadLines(skip=skip)
-        rows: Iterator[tuple[int, Row]] = rows_with_texts(path, bad)
-        if data_suffix(path) == ".txt":
-            rows = ((number, {column: text}) for number, text in text_documents(path, bad, unit=unit))
+        rows = raw_rows(path, column, bad, unit=unit) if data_suffix(path) == ".txt" else rows_with_texts(path, bad)
         for number, row in rows:
             bad.raise_all(is_part=True)
             yield {"path": name, "number": number, "row": row, "skipped": bad.skipped}
@@ -182,15 +175,12 @@ class _Block:
     order: np.ndarray
     bookmark: Bookmark
 
-    @property
-    def first(self) -> int:
-        return int(self.bookmark["position"])
+    def __post_init__(self) -> None:
+        first: int = self.bookmark["position"]
+        self.positions = range(first, first + len(self.order))
 
-    def __contains__(self, position: int) -> bool:
-        return self.first <= position < self.first + len(self.order)
-
-    def index(self, position: int) -> int:
-        return int(self.order[position - self.first])
+    def __getitem__(self, position: int) -> object:
+        return self.samples[int(self.order[position - self.positions.start])]
 
 
 class StreamedSamples(Endless):
@@ -220,7 +210,6 @@ class StreamedSamples(Endless):
         self._beginning = self._known = copy.deepcopy(self.bookmark)
         self._next = self.bookmark
         self._blocks: list[_Block] = []
-        self._block_of_position: dict[int, _Block] = {}
 
     def keep_apart(self, count: int) -> None:
         """Let any ``count`` consecutive samples be distinct, as far as the order of a block can achieve it."""
@@ -242,32 +231,17 @@ class StreamedSamples(Endless):
     def __getitems__(self, positions: Sequence[int]) -> list[object]:
         """Return several items. Two blocks are kept, so that a batch may cross their border."""
         blocks = [self._block(position) for position in positions]
-        self._block_of_position = dict(zip(positions, blocks, strict=True))
         self.bookmark = blocks[-1].bookmark
-        return [block.samples[block.index(p)] for block, p in zip(blocks, positions, strict=True)]
-
-    @property
-    def size_of(self) -> SizeOf | None:
-        """Returns (samples, tokens) of the items last read if items are rows of several samples, else None."""
-        return self._size_of if self._blocks and size_function(self._blocks[-1].samples) else None
-
-    def _size_of(self, positions: list[int]) -> tuple[int, int]:
-        samples = tokens = 0
-        for position in positions:
-            block = self._block_of_position[position]
-            size_of = size_function(block.samples)
-            assert size_of is not None
-            size = size_of([block.index(position)])
-            samples, tokens = samples + size[0], tokens + size[1]
-        return samples, tokens
+        return [block[position] for block, position in zip(blocks, positions, strict=True)]
 
     def _block(self, position: int) -> _Block:
-        first = self._blocks[0].first if self._blocks else self._next["position"]  # a spawned process has no blocks
+        # A spawned process has no blocks.
+        first = self._blocks[0].positions.start if self._blocks else self._next["position"]
         if position < first:
             self._rewind(self._known if self._known["position"] <= position else self._beginning)
         while True:
             for block in reversed(self._blocks):
-                if position in block:
+                if position in block.positions:
                     return block
             self._blocks = [*self._blocks[-1:], self._read()]
 
@@ -282,11 +256,11 @@ class StreamedSamples(Endless):
             rows, skipped = self._next_rows()
             generator = np.random.default_rng((self.seed, Stream.BLOCKS, self._next["block"]))
             result = self.make(rows, self._next["left"], generator)
-            count, skipped = len(result.samples), [*skipped, *result.skipped]
+            skipped += result.skipped
             order, last = self._order(result.samples, generator)
             block = _Block(result.samples, order, bookmark)
             self._next = {
-                "position": block.first + count,
+                "position": block.positions.stop,
                 "block": self._next["block"] + 1,
                 "epoch": self.rows.epoch,
                 "stream": copy.deepcopy(self.rows.state()),
@@ -294,7 +268,7 @@ class StreamedSamples(Endless):
                 "reasons": add_by_reason(self._next["reasons"], skipped),
                 "last": last,
             }
-            if count:
+            if block.positions:
                 return block
             if self.rows.epoch > began + 1:
                 message = "there is no sample in any of the files"
@@ -331,7 +305,7 @@ class StreamedSamples(Endless):
         return rows, skipped
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_blocks": [], "_block_of_position": {}}
+        return self.__dict__ | {"_blocks": []}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -369,6 +343,7 @@ class StreamOrder(Order):
         return {"--seed": self.seed, "--global-batch-size": self.global_batch, "the stream": identity}
 
 
+@dataclass
 class WindowsOfDocuments:
     """Makes windows from documents, one per row. The rest at the end starts the first window of the next block.
 
@@ -376,7 +351,7 @@ class WindowsOfDocuments:
     shape: a number that changes where a document begins. The items are like those of :class:`GPTSamples`, except for
     the order.
 
-    Args:
+    Attributes:
         recipe: how text becomes tokens, with an end token.
         length: tokens from the beginning of one window to the beginning of the next.
         overlap: tokens that a window shares with the next one.
@@ -384,13 +359,13 @@ class WindowsOfDocuments:
         shuffles: put the documents of a block into a random order.
     """
 
-    def __init__(
-        self, recipe: EncodingRecipe, length: int, *, overlap: int, marks_documents: bool = False, shuffles: bool = True
-    ) -> None:
-        self.recipe = recipe
-        self.length, self.overlap = length, overlap
-        self.marks_documents, self.shuffles = marks_documents, shuffles
-        self._encoder: Encoder | None = None
+    recipe: EncodingRecipe
+    length: int
+    _: KW_ONLY
+    overlap: int
+    marks_documents: bool = False
+    shuffles: bool = True
+    _encoder: Encoder | None = field(default=None, init=False)
 
     def __call__(
         self, rows: list[StreamedRow], remainder: list[list[int]] | None, generator: np.random.Generator

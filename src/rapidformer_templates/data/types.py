@@ -1,11 +1,11 @@
-"""The types that ``build_data`` returns to the loop, and checks of what it and ``collate`` return."""
+"""The types that ``build_data`` returns to the loop, and checks of what it returns."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -23,9 +23,6 @@ Batch = Any
 
 Augment = Callable[[Any, np.random.Generator], Any]
 """Changes a training sample each time it is used. See :class:`Data`."""
-
-SizeOf = Callable[[list[int]], tuple[int, int]]
-"""Returns (samples, tokens) of some items of a set whose items are rows of several samples."""
 
 
 class SampleSet(Protocol):
@@ -126,16 +123,6 @@ class Data:
         return {name: samples for name, samples in sets.items() if samples is not None and len(samples)}
 
 
-def size_function(samples: object) -> SizeOf | None:
-    """Return the ``size_of`` of a set whose items are rows of several samples, else None."""
-    size_of: SizeOf | None = getattr(samples, "size_of", None)
-    return size_of
-
-
-S = TypeVar("S")
-T = TypeVar("T")
-
-
 def kind_of(value: object) -> str:
     """Describe the type of a value for a message: ``None``, ``a list``, ``an AdamW``, ``the class AdamW``."""
     if value is None:
@@ -177,28 +164,3 @@ def checked_data(data: object) -> Data:
         if function is not None and not callable(function):
             raise DataError(f"{part} of build_data is {kind_of(function)}, not a function", where=f"Data({part}=…)")
     return data
-
-
-def checked_batch(batch: Batch) -> Batch:
-    """Check the return value of ``collate``.
-
-    Raises:
-        DataError: it is None.
-    """
-    if batch is None:
-        raise DataError("collate returned None", where="Data(collate=…)", hint="return the batch: a dict of tensors")
-    return batch
-
-
-def collated(collate: Callable[[list[S]], T], items: list[S], where: str) -> T:
-    """Collate with torch's default function, for data without ``collate``.
-
-    Raises:
-        DataError: the samples differ in kind or shape.
-    """
-    try:
-        return collate(items)
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        message = f"samples cannot be combined into a batch: {reason}"
-        raise DataError(message, where=where, hint="give Data a collate function") from error

@@ -11,8 +11,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rapidformer_templates.data.finetuning.column_names import check_training_columns
-from rapidformer_templates.data.finetuning.locating import check_data_folder, check_located, is_on_hub
+from rapidformer_templates.data.finetuning.locating import (
+    check_data_folder,
+    check_located,
+    check_training_columns,
+    is_on_hub,
+)
 from rapidformer_templates.data.text.files import no_corpus_error, prefix_of, text_files
 from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector, did_you_mean
 from rapidformer_templates.models.model_files import check_model_files, check_not_quantized, check_tokenizer_files

@@ -6,16 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rapidformer_templates.errors import DataError
-from tests.support.chat_templates import (
-    CALL,
-    CONVERSATIONS,
-    Row,
-    learned_by_us,
-    said,
-    table,
-    template,
-    tokenizer_with,
-)
+from tests.support.chat_templates import CALL, CONVERSATIONS, Row, learned_by_us, said, table, template, tokenizer_with
 from tests.support.texts import Load
 
 TABLE = table()

@@ -1,6 +1,7 @@
 """Weighted mixtures of data sets: exact shares, complete epochs of each set, and sets that cannot be mixed."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rapidformer_templates.data.tasks import TASKS
 from rapidformer_templates.errors import DataError
 from tests.support.messages import Says
-from tests.support.texts import WORDS, Load, write_jsonl
+from tests.support.texts import ROW_OF, WORDS, Load, write_jsonl
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_packed_rows_are_counted_as_their_samples(load: Load, sets: None) -> Non
     for positions in ([0, 1, 2], [5, 40]):
         rows = samples.__getitems__(positions)
         documents = sum(int((row["input_ids"] == end).sum()) for row in rows)
-        assert samples.size_of(positions) == (documents, sum(len(row["input_ids"]) for row in rows))
+        assert sum(row.samples for row in rows) == documents
 
 
 def test_labels_of_a_classifier(load: Load, sets: None, tmp_path: Path, says: Says) -> None:
@@ -78,38 +78,23 @@ def test_what_does_not_mix(load: Load, sets: None, tmp_path: Path, says: Says) -
     assert load("causal_lm", data_name="1 a 1 chat", loss_on="all").build_data().train
 
 
-PAIR = {"prompt": "the cat", "chosen": " sees a tree", "rejected": " eats the house"}
-TAGS = {"tokens": ["the", "cat"], "ner_tags": ["O", "B-X"]}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sequence_classification": ("", {"text": "a cat", "label": "x"}),
-    "regression": ("sequence_classification", {"text": "a cat", "label": 0.5}),
-    "several labels": ("sequence_classification", {"text": "a cat", "label": ["x", "y"]}),
-    "token_classification": ("", TAGS),
-    "multiple_choice": ("", {"context": "the cat", "choices": ["sees a tree", "eats"], "label": 1}),
-    "masked_lm": ("", {"text": "the cat sees a tree"}),
-    "causal_lm": ("", {"text": "the cat sees a tree"}),
-    "seq2seq_lm": ("", {"source": "the cat", "target": "sees a tree"}),
-    "preference": ("", PAIR),
-    "judged": ("preference", PAIR),
-    "reward": ("", PAIR),
+KINDS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    **{task: (task, row_of) for task, row_of in ROW_OF.items() if task != "question_answering"},
+    "regression": ("sequence_classification", lambda text: {"text": text, "label": 0.5}),
+    "several labels": ("sequence_classification", lambda text: {"text": text, "label": ["x", "y"]}),
+    "judged": ("preference", ROW_OF["preference"]),
 }
-"""A row for each kind of data, after the task if its name differs from the kind."""
-
-
-def test_every_task_of_one_row_a_sample_is_listed() -> None:
-    named = {task or kind for kind, (task, _) in KINDS.items()}
-    assert named == TASKS.keys() - {"pretraining", "question_answering"}
+"""The task of each kind of data with one row per sample, and how it gets a row with a text."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mixture_of_a_set_with_itself_is_the_set(kind: str, load: Load, tmp_path: Path) -> None:
     """Head, metric and batches are the same, no matter what the task has learned from its data."""
-    task, row = KINDS[kind]
-    other = {"label": "y"} if row.get("label") == "x" else {}
+    task, row_of = KINDS[kind]
     for name in ("a", "b"):
-        write_jsonl(tmp_path / f"{name}.jsonl", [row, row | other] * 2)
+        write_jsonl(tmp_path / f"{name}.jsonl", [row_of("a cat"), row_of("a tree")] * 2)
     flags = {"preference_loss": "kto"} if kind == "judged" else {}
-    one, mixture = (load(task or kind, data_name=name, **flags) for name in ("a", "0.5 a 0.5 b"))
+    one, mixture = (load(task, data_name=name, **flags) for name in ("a", "0.5 a 0.5 b"))
     found, wanted = mixture.build_data(), one.build_data()  # type: Any, Any
     assert mixture.config_overrides() == one.config_overrides()
     assert mixture.best_metric == one.best_metric

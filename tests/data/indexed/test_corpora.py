@@ -308,15 +308,6 @@ def test_two_processes_make_one(tmp_path: Path) -> None:
     assert [rest for _, *rest in found] == [[4999950000, [1.0, 1.0, 1.0]]] * 2
 
 
-def test_what_a_killed_process_left_is_written_over(tmp_path: Path) -> None:
-    half = tmp_path / "group.tmp"
-    half.mkdir()
-    (half / "a.npy").write_bytes(b"half")
-    tables = IndexCache(tmp_path)("group", lambda: {"a": np.arange(4)})
-    assert tables["a"].tolist() == [0, 1, 2, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["group", "group.lock"]
-
-
 def test_a_full_disk_for_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     monkeypatch.setattr(np, "save", mock.Mock(side_effect=OSError(28, os.strerror(28))))
     with says(DataError):

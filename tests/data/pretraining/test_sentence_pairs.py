@@ -20,8 +20,8 @@ from rapidformer_templates.data.indexed.corpora import IndexCache
 from rapidformer_templates.data.order import Stream
 from rapidformer_templates.data.pretraining import samples as sentence_pairs
 from rapidformer_templates.data.pretraining.masking import MaskTokens
-from rapidformer_templates.data.pretraining.objectives import pair_loss
 from rapidformer_templates.data.pretraining.samples import _truncate_at_random, build_chunks
+from rapidformer_templates.data.tasks.pretraining import pair_loss
 from rapidformer_templates.errors import DataError, RapidformerError
 from rapidformer_templates.models.architectures import pair_label_of
 from tests.support.messages import Says
@@ -154,7 +154,6 @@ def test_every_token_is_from_where_it_should_be(
         pairs = make(write(corpus, Path(folder)), no_mask, content + 3, short_probability=0.4, label=label)
         chunks = list(map(tuple, pairs.chunks.tolist()))
         assert len(pairs) == len(chunks)
-        assert pairs.single == sum(len(document) == 1 for document in corpus)
         for epoch in (0, 1, 5):
             positions = range(epoch * len(pairs), (epoch + 1) * len(pairs))
             seen = [check_sample(pairs[p], corpus, chunks, swapped) for p in positions]
@@ -212,7 +211,6 @@ def test_a_sample_depends_on_seed_and_position_only(tokenizer: BertTokenizer, tm
         assert all(np.array_equal(sample[name], backwards[position][name]) for name in sample)
     other = make(dataset, mask, seed=8)
     assert any(not np.array_equal(pairs[p]["input_ids"], other[p]["input_ids"]) for p in range(5))
-    assert np.array_equal(pairs[-1]["input_ids"], pairs[len(pairs) - 1]["input_ids"])
 
 
 def test_masks_hide_tokens_of_the_pair(tokenizer: BertTokenizer, no_mask: MaskTokens, tmp_path: Path) -> None:
@@ -272,7 +270,6 @@ def test_what_a_resumed_run_is_compared_by(no_mask: MaskTokens, tmp_path: Path) 
         ([[1], [2], [3]], {}),
         ([[1, 2, 3]], {}),
         ([[1, 2], [3, 4]], {"seq_length": 4}),
-        ([[1, 2], [3, 4]], {"short_probability": 1.5}),
     ],
 )
 def test_what_gives_no_pairs_is_refused(

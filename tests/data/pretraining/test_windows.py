@@ -19,6 +19,7 @@ from rapidformer_templates import Pretrainer
 from rapidformer_templates.data.collate import IGNORED, DocumentCollate, collate_to_shape, count_targets
 from rapidformer_templates.data.indexed.corpora import IndexCache
 from rapidformer_templates.data.indexed.writer import IndexedWriter
+from rapidformer_templates.data.pretraining import samples as samples_module
 from rapidformer_templates.data.pretraining.samples import Documents, GPTSamples
 from rapidformer_templates.data.shapes import Shape
 from rapidformer_templates.data.tasks import load_task
@@ -81,7 +82,7 @@ def test_marks_change_where_documents_begin(tmp_path: Path) -> None:
         assert changes.tolist() == [int(token) in begins for token in item["input_ids"][1:]]
 
 
-def test_tables_are_shared_through_the_cache(tmp_path: Path) -> None:
+def test_tables_are_shared_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = numbered(tmp_path / "set", [7, 8, 9] * 10)
     cache = IndexCache(tmp_path / "cache")
     samples = GPTSamples(dataset, (0, 30), 16, 3, cache=cache)
@@ -94,6 +95,10 @@ def test_tables_are_shared_through_the_cache(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()) == folders
     GPTSamples(numbered(tmp_path / "set", [7, 8, 10] * 10), (0, 30), 16, 3, cache=cache)[0]
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 4  # a new set, a new index
+    for version, kept in (("PAIRS_VERSION", 4), ("WINDOWS_VERSION", 5)):  # each kind of table has a version of its own
+        monkeypatch.setattr(samples_module, version, 99)
+        GPTSamples(dataset, (0, 30), 16, 3, cache=cache)[0]
+        assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == kept
 
 
 @pytest.mark.parametrize("length", [16, 200])
@@ -321,7 +326,7 @@ def test_spans_fill_the_sequence_length(configure: Configure, t5_folder: Path, t
 def test_windows_mask_whole_words(configure: Configure, bert_folder: Path, tmp_path: Path) -> None:
     task: Any = load_task(configure(**flags_of(tmp_path, bert_folder, model_type="bert", whole_word_mask=True)))
     data, words = task.build_data(), 0
-    starts = task.objective.mask.starts
+    starts = task.mask.starts
     for i in range(10):
         sample = data.augment(data.train[i], np.random.default_rng(i))
         chosen = sample["labels"] != IGNORED

@@ -12,8 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from rapidformer_templates.data.streaming import (
@@ -21,7 +19,6 @@ from rapidformer_templates.data.streaming import (
     RowStream,
     StreamedRow,
     StreamedSamples,
-    StreamOrder,
     WindowsOfDocuments,
 )
 from rapidformer_templates.data.text.encoding import EncodingRecipe
@@ -100,7 +97,9 @@ class Pairs:
 )
 def test_any_reader_from_any_bookmark_has_the_same_samples(shards: list[Path], make: Any, buffer: int) -> None:
     def stream() -> StreamedSamples:
-        return StreamedSamples(RowStream(shards, 3), make, seed=5, buffer=buffer, identity="")
+        samples = StreamedSamples(RowStream(shards, 3), make, seed=5, buffer=buffer, identity="")
+        samples.keep_apart(4)
+        return samples
 
     reference = stream()
     whole = [reference[p] for p in range(80)]
@@ -130,20 +129,6 @@ def test_a_block_has_its_rows_in_another_order(shards: list[Path], buffer: int) 
     if buffer == 10:  # the blocks have different orders
         orders = [tuple(rows[s : s + 10].index(text) for text in found[s : s + 10]) for s in (0, 10)]
         assert orders[0] != orders[1]
-
-
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 20))
-def test_a_step_is_divided_and_nothing_of_it_lost(workers: int, accumulation: int, step: int) -> None:
-    order = StreamOrder(StreamedSamples.__new__(StreamedSamples), 12, 1)
-    count = workers * accumulation
-    found = [
-        sample
-        for rank in range(workers)
-        for request in order.requests(step, count, range(rank, count, workers))
-        if not request.idle
-        for sample in request.samples
-    ]
-    assert sorted(found) == list(range(step * 12, (step + 1) * 12))
 
 
 def test_a_stream_without_a_sample_ends(tmp_path: Path, says: Says) -> None:
@@ -273,7 +258,7 @@ def test_a_streamed_task_has_the_samples_of_the_same_rows_read_whole(load: Load,
     assert texts_in(streamed.train, count) == texts_in(whole.train, count)
     assert len(streamed.valid or []) == len(whole.valid or [])
     if packs:
-        assert sum(streamed.train.size_of(streamed.train.__getitems__([p]) and [p])[0] for p in range(count)) == 40
+        assert sum(streamed.train[p].samples for p in range(count)) == 40
 
 
 def test_conversations_and_what_is_told_of_them(load: Load, says: Says) -> None:

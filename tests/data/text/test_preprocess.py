@@ -101,16 +101,6 @@ def test_sentences(tmp_path: Path, recipe: EncodingRecipe, make: Preprocess) -> 
     assert made.empty == {"text": 1}
 
 
-@pytest.mark.slow
-def test_what_is_empty_is_left_out_and_counted(tmp_path: Path, make: Preprocess, says: Says) -> None:
-    texts = ["", "a dog", "  \n", "a cat", ""]
-    made = make(write_jsonl(tmp_path / "c.jsonl", [{"text": text} for text in texts]))
-    assert (made.documents, made.empty) == ({"text": 2}, {"text": 3})
-    with says(DataError):
-        make(write_jsonl(tmp_path / "e.jsonl", [{"text": ""}]), prefix="e")
-    assert not list(tmp_path.glob("e_*"))
-
-
 BAD = (
     b'{"text": "caf\xe9"}', b'{"text": ', b'["text"]', b'{"body": "x"}', b'{"text": 3}', b'{"text": "half \\ud83d"}',
     b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}",
@@ -286,17 +276,19 @@ def test_of_several_sets_all_or_none_are_there(
 
 
 @pytest.mark.slow
-def test_workers_are_not_waited_for_after_an_error(recipe: EncodingRecipe) -> None:
+def test_workers_are_not_waited_for_after_an_error(
+    recipe: EncodingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def jobs() -> Any:
+        yield f"import time; open({str(tmp_path / 'busy')!r}, 'w'); time.sleep(50)"
+        wait_until((tmp_path / "busy").exists, "the worker does not start")
+        raise RuntimeError
+
+    monkeypatch.setattr(preprocess, "work", exec)
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        _fail_while_a_worker_is_busy(recipe)
+        list(preprocess.encoded(jobs(), recipe, 1))
     assert time.monotonic() - began < 40
-
-
-def _fail_while_a_worker_is_busy(recipe: EncodingRecipe) -> None:
-    with preprocess._pool(recipe, 1) as pool:
-        wait_until(pool.submit(time.sleep, 50).running, "the worker does not start")
-        raise RuntimeError
 
 
 SLOW = """

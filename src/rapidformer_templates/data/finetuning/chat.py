@@ -36,7 +36,9 @@ INPUT_COLUMNS = ("input", "context")
 FLAGS = ("text_column", "label_column", "tools_column")
 """Flags that name the prompt column, the answer column and the column of tools."""
 
-EXTRA = {
+Kind = Literal["text", "chat", "prompt", "instruction"]
+
+EXTRA: dict[Kind, tuple[str, ...]] = {
     "text": (),
     "chat": ("system_column", "tools_column"),
     "prompt": ("tools_column",),
@@ -55,7 +57,7 @@ class Columns:
         extra: the columns of :data:`EXTRA`. A part may lack them. None if there is no such column.
     """
 
-    kind: Literal["text", "chat", "prompt", "instruction"]
+    kind: Kind
     names: tuple[str, ...]
     extra: tuple[str | None, ...] = ()
 
@@ -99,23 +101,21 @@ def find_columns(part: DataPart, flags: DataFlags) -> Columns:
         is_text_alone = flags.text_column is None and prompt in columns and is_free
         if (named or is_text_alone) and (flags.label_column or columns.intersection(usual)):
             answer = part.column("label_column", flags.label_column, usual)
-            return _columns_of(part, flags, "prompt", prompt, answer)
+            return _columns_of(part, flags, prompt, answer)
     if flags.label_column:
         prompt = part.column("text_column", flags.text_column, tuple(PROMPTS))
         answer = part.column("label_column", flags.label_column, ())
-        return _columns_of(part, flags, "prompt", prompt, answer)
+        return _columns_of(part, flags, prompt, answer)
     name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *TEXT_COLUMNS))
-    is_chat = name in CHAT_COLUMNS or _holds_lists(part, name)
-    return _columns_of(part, flags, "chat" if is_chat else "text", name)
+    return _columns_of(part, flags, name)
 
 
-def _holds_lists(part: DataPart, column: str) -> bool:
-    kind = part.table.data.schema.field(column).type
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def _columns_of(part: DataPart, flags: DataFlags, kind: Literal["text", "chat", "prompt"], *names: str) -> Columns:
+def _columns_of(part: DataPart, flags: DataFlags, *names: str, is_prompt: bool = False) -> Columns:
     """Return columns of these names with the further ones of their kind. Other parts may have tools if this has none.
+
+    Args:
+        names: the prompt column and the answer column, or the only column.
+        is_prompt: the only column is that of prompts.
 
     Raises:
         DataError: the flag names a column of tools that does not exist.
@@ -125,8 +125,13 @@ def _columns_of(part: DataPart, flags: DataFlags, kind: Literal["text", "chat", 
     usual = dict(zip(EXTRA["instruction"], beside_instruction(part, names, begins=flags.streaming), strict=False))
     existing = part.table.column_names
     usual["tools_column"] = flags.tools_column or next((name for name in TOOL_COLUMNS if name in existing), "tools")
-    of = "instruction" if kind == "prompt" and names[0] == "instruction" else kind
-    return Columns(of, names, tuple(usual[column] for column in EXTRA[of]))
+    values: pa.DataType = part.table.data.schema.field(names[0]).type
+    kind: Kind = "text"
+    if len(names) > 1 or is_prompt:
+        kind = "instruction" if names[0] == "instruction" else "prompt"
+    elif names[0] in CHAT_COLUMNS or pa.types.is_list(values) or pa.types.is_large_list(values):
+        kind = "chat"
+    return Columns(kind, names, tuple(usual[column] for column in EXTRA[kind]))
 
 
 def beside_instruction(
@@ -163,9 +168,7 @@ def find_prompt_columns(part: DataPart, flags: DataFlags, saved: Mapping[str, An
     if flags.text_column is None and saved.get("text_column") in columns:
         flags = replace(flags, text_column=saved["text_column"])
     name = part.column("text_column", flags.text_column, PROMPT_COLUMNS)
-    if name in PROMPTS:
-        return _columns_of(part, flags, "prompt", name)
-    return _columns_of(part, flags, "chat" if _holds_lists(part, name) or name in CHAT_COLUMNS else "text", name)
+    return _columns_of(part, flags, name, is_prompt=name in PROMPTS)
 
 
 def read_prompt(columns: Columns, fields: tuple[object, ...]) -> str | ChatExample:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -22,14 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rapidformer_templates.data.collate import IGNORED, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.chat import (
-    ChatExample,
-    Columns,
-    Completion,
-    Example,
-    read_example,
-    rows_of,
-)
+from rapidformer_templates.data.finetuning.chat import ChatExample, Columns, Completion, Example, read_example, rows_of
 from rapidformer_templates.data.finetuning.messages import Message, common_length, is_learned
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.text.bad_lines import BadLines
@@ -115,10 +108,15 @@ class ChatTemplate:
         self, example: ChatExample, *, add_generation_prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         source, messages = self._sources[bool(example.tools)], example.messages
-        has_calls = any("tool_calls" in message for message in messages)
+        # Refuse a conversation with something that the template would leave out.
+        keys = {key for message in messages for key in message} | ({"tools"} if example.tools else set())
+        for what, names in PLACES.items():
+            if names & keys and not names & _names_in(source):
+                hint = f"use the template of a model that has them, or remove the {what} from the row"
+                raise DataError(f"the chat template would leave out the {what}", hint=hint)
+        has_calls = "tool_calls" in keys
         for conversation in (messages, _with_texts_of_calls(messages))[: 1 + has_calls]:
             try:
-                _refuse_left_out(example, source)
                 texts, spans = self._apply(
                     conversations=[list(conversation)],
                     tools=example.tools,
@@ -213,19 +211,6 @@ class ChatTemplate:
         raise DataError(f"the chat template {what}", hint=TRAINING_HINT)
 
 
-def _refuse_left_out(example: ChatExample, template: str) -> None:
-    """Refuse a conversation with something that a template does not read.
-
-    Raises:
-        DataError: the template would leave it out.
-    """
-    keys = {key for message in example.messages for key in message} | ({"tools"} if example.tools else set())
-    for what, names in PLACES.items():
-        if names & keys and not names & _names_in(template):
-            hint = f"use the template of a model that has them, or remove the {what} from the row"
-            raise DataError(f"the chat template would leave out the {what}", hint=hint)
-
-
 @cache
 def _names_in(template: str) -> set[str]:
     """Return the names and the plain texts in the code of a template, without its comments."""
@@ -262,42 +247,14 @@ class EncodedChat:
     ids: np.ndarray
     learned: np.ndarray
     split: int
-    is_truncated: bool = False
+    is_truncated: bool
 
-
-def encode(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, special: bool, notes: list[str] | None = None
-) -> Iterator[EncodedChat]:
-    """Tokenize texts, and find the tokens of their answers by character offsets.
-
-    A token belongs to an answer if its last character does. A token that also has characters from before the answer is
-    learned and counted in ``split``. At inference such a prompt would end inside that token.
-
-    Args:
-        special: add special tokens around a text that does not have them. Rendered conversations have theirs.
-        notes: receives remarks for the user.
-    """
-    for start in range(0, len(texts), 1000):
-        chunk = texts[start : start + 1000]
-        encoded = tokenizer(
-            [rendered.text for rendered in chunk],
-            add_special_tokens=special,
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-        if special:
-            drop_repeated(tokenizer, encoded.data, notes)
-        for rendered, ids, offsets in zip(chunk, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-            # Tokens added after the text have the end offset 0. They end where the text ends.
-            ends = np.maximum.accumulate(spans[:, 1])
-            learned, split = np.zeros(len(ids), dtype=bool), 0
-            for begin, end in rendered.answers:
-                first, stop = np.searchsorted(ends, (begin, end), side="right")
-                learned[first:stop] = True
-                split += bool(first < stop and spans[first, 0] < begin)
-            yield EncodedChat(np.asarray(ids, dtype=np.int32), learned, split)
+    @property
+    def labels(self) -> np.ndarray:
+        """The tokens of the answers, and -100 elsewhere and at the first token, which nothing predicts."""
+        labels = np.where(self.learned, self.ids, IGNORED)
+        labels[:1] = IGNORED
+        return labels
 
 
 T = TypeVar("T")
@@ -350,9 +307,7 @@ class ChatReader:
         self._add_notes(name, part, chats, len(usable))
         samples = {"input_ids": Ragged(tokens.ids for tokens in usable)}
         if self.answers_only:
-            labels = (np.where(tokens.learned, tokens.ids, IGNORED) for tokens in usable)
-            # The first token of a sample has no context to be predicted from.
-            samples["labels"] = Ragged(np.append(IGNORED, row[1:]) for row in labels)
+            samples["labels"] = Ragged(tokens.labels for tokens in usable)
         return TokenizedSamples(samples)
 
     def rendered(self, part: DataPart, columns: Columns) -> list[Rendered]:
@@ -378,29 +333,49 @@ class ChatReader:
         return results
 
     def encoded(self, texts: Sequence[Rendered]) -> list[EncodedChat]:
-        """Tokenize texts of one kind, truncated to the length. Texts without a chat template get an end token."""
+        """Tokenize texts of one kind, truncated to the length, and find the tokens of their answers.
+
+        A token belongs to an answer if its last character does. A token that also has characters from before the answer
+        is learned and counted in ``split``. At inference such a prompt would end inside that token. Texts without a
+        chat template get the special tokens of the tokenizer, and an end token.
+        """
         end, length = self.tokenizer.eos_token_id, self.seq_length
         bare = bool(texts) and texts[0].bare  # a column holds one kind of value
         if texts and self.learns_to_stop and NO_END_NOTE not in self.notes and not self._have_ends(texts):
             self.notes.append(NO_END_NOTE)
         chats = []
-        for tokens in encode(self.tokenizer, texts, special=bare, notes=self.notes):
-            ids, learned = tokens.ids, tokens.learned
-            if bare and end is not None and end not in ids[-1:]:
-                ids, learned = np.append(ids, end), np.append(learned, True)
-            chats.append(EncodedChat(ids[:length], learned[:length], tokens.split, is_truncated=len(ids) > length))
+        for start in range(0, len(texts), 1000):
+            chunk = texts[start : start + 1000]
+            encoded = self.tokenizer(
+                [rendered.text for rendered in chunk],
+                add_special_tokens=bare,
+                return_attention_mask=False,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
+            if bare:
+                drop_repeated(self.tokenizer, encoded.data, self.notes)
+            for rendered, row, offsets in zip(chunk, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+                # Tokens added after the text have the end offset 0. They end where the text ends.
+                ends = np.maximum.accumulate(spans[:, 1])
+                ids, learned, split = np.asarray(row, dtype=np.int32), np.zeros(len(row), dtype=bool), 0
+                for begin, stop in rendered.answers:
+                    first, last = np.searchsorted(ends, (begin, stop), side="right")
+                    learned[first:last] = True
+                    split += bool(first < last and spans[first, 0] < begin)
+                if bare and end is not None and end not in row[-1:]:
+                    ids, learned = np.append(ids, end), np.append(learned, True)
+                chats.append(EncodedChat(ids[:length], learned[:length], split, is_truncated=len(ids) > length))
         return chats
-
-    @cached_property
-    def _end_tokens(self) -> tuple[str, ...]:
-        return tuple(self.tokenizer.get_added_vocab())
 
     def _have_ends(self, texts: Sequence[Rendered]) -> bool:
         """Whether an answer of some text, or the whole text, ends with a token that cannot be part of a word."""
         if texts[0].bare:
             return self.tokenizer.eos_token_id is not None
         ends = ((one.text, end) for one in texts for end in [end for _, end in one.answers] or [len(one.text)])
-        return any(text[:end].rstrip().endswith(self._end_tokens) for text, end in ends)
+        end_tokens = tuple(self.tokenizer.get_added_vocab())
+        return any(text[:end].rstrip().endswith(end_tokens) for text, end in ends)
 
     def render(self, example: Example) -> Rendered:
         """Return the text of a conversation or completion, and the positions of its answers."""

@@ -30,14 +30,10 @@ def _cached_folder(name: str) -> Path:
     return cache_root() / (f"{owner}___{snake}" if owner else snake)
 
 
-def is_cached(name: str) -> bool:
-    """Return whether the cache of ``datasets`` has a folder for a hub data set."""
-    return HUB_NAME.fullmatch(name) is not None and _cached_folder(name).is_dir()
-
-
-def is_owned(name: str) -> bool:
-    """Return whether a name has the form ``owner/name`` of a hub data set and is not the path of a folder."""
-    return HUB_NAME.fullmatch(name) is not None and "/" in name and not Path(name).parent.is_dir()
+def may_be_data_set(name: str) -> bool:
+    """Return whether a hub data set is in the cache, or a name has the form ``owner/name`` and is not a path."""
+    is_owned = "/" in name and not Path(name).parent.is_dir()
+    return HUB_NAME.fullmatch(name) is not None and (is_owned or _cached_folder(name).is_dir())
 
 
 def find_or_download(name: str, config: str | None, flag: str) -> Path:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedConfig
 
 from rapidformer_templates.data.collate import IGNORED
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError, did_you_mean
 from rapidformer_templates.models.architectures import has_head_of
 
@@ -70,23 +71,25 @@ def label_name(value: object, declared: Sequence[str] | None, column: str) -> st
     return declared[value]
 
 
-def label_names(parts: Sequence[DataPart], column: str) -> list[str]:
-    """Return the labels of the parts, in order.
+def label_names(labelled: Sequence[tuple[DataPart, Sequence[str]]], column: str) -> list[str]:
+    """Return the different labels of some parts, in order.
+
+    Args:
+        labelled: parts with one label per row.
 
     Raises:
-        DataError: a label is empty or means "no label", or the labels are measures.
+        DataError: the labels are measures.
     """
-    names_of_parts = [part.read([column], label_reader(part, column)) for part in parts]
-    declared = declared_names(parts[0], column)
+    declared = declared_names(labelled[0][0], column)
     if declared is not None:
         return declared
-    names = {name for names_of_part in names_of_parts for name in names_of_part}
+    names = {name for _, of_part in labelled for name in of_part}
     if all(NUMBER.fullmatch(name) for name in names):
         # Numbers that are not integers are measures. Each would become a separate class.
-        for part, names_of_part in zip(parts, names_of_parts, strict=True):
-            row = _first_measure(names_of_part)
+        for part, of_part in labelled:
+            row = _first_measure(of_part)
             if row is not None:
-                measured = names_of_part[row]
+                measured = of_part[row]
                 raise DataError(
                     f"the column '{column}' holds measures, such as {measured}, not classes",
                     where=part.where(row),
@@ -100,17 +103,16 @@ def _first_measure(names: Sequence[str]) -> int | None:
     return next((row for row, name in enumerate(names) if not float(name).is_integer()), None)
 
 
-def problem_of(parts: Sequence[DataPart], column: str) -> str:
+def problem_of(part: DataPart, column: str) -> str:
     """Return the problem type of labels, as transformers names it.
 
     Labels that are not all integers are a regression. Lists are several labels per row. Anything else is one class per
     row.
     """
-    first = next((value for part in parts for value in part.table[column][:] if value is not None), None)
-    if isinstance(first, list):
+    values = [value for value in part.table[column][:] if value is not None]
+    if values and isinstance(values[0], list):
         return MULTI
-    texts = [label_text(value) for part in parts for value in part.table[column][:]]
-    numbers = [text for text in texts if text is not None]
+    numbers = [text for text in map(label_text, values) if text is not None]
     is_measured = all(NUMBER.fullmatch(text) for text in numbers) and _first_measure(numbers) is not None
     return "regression" if is_measured else "single_label_classification"
 
@@ -166,54 +168,19 @@ def label_reader(part: DataPart, column: str, problem: str | None = None) -> Cal
     return partial(read, declared=declared_names(part, column), column=column)
 
 
-def label_set_names(parts: Sequence[DataPart], column: str) -> list[str]:
-    """Return all labels that occur in lists of labels, in order."""
-    declared = declared_names(parts[0], column)
-    label_sets = (names for part in parts for names in part.read([column], label_reader(part, column, MULTI)))
-    names_used = {name for names in label_sets for name in names}
-    return declared or sorted_names(names_used)
-
-
-def encode_label_sets(part: DataPart, column: str, names: Sequence[str]) -> list[list[float]]:
-    """Return, for each row, 1 for each label that it has and 0 for the others, in the order of ``names``.
+def check_known(part: DataPart, rows: Iterable[Iterable[str | None]], names: Sequence[str]) -> None:
+    """Check that the labels of each row are those of the training part. A word may have none.
 
     Raises:
         DataError: a label is not among ``names``.
     """
-    read, known = label_reader(part, column, MULTI), frozenset(names)
-
-    def encode(values: object) -> list[float]:
-        row_labels = read(values)
-        for name in row_labels:
-            if name not in known:
-                raise unknown_label(name, names)
-        return [float(name in row_labels) for name in names]
-
-    return part.read([column], encode)
-
-
-def encode_labels(part: DataPart, column: str, names: Sequence[str]) -> list[int]:
-    """Return the index of each row's label in ``names``.
-
-    Raises:
-        DataError: a label is empty or is not among ``names``.
-    """
-    numbers = {name: i for i, name in enumerate(names)}
-    read = label_reader(part, column)
-
-    def encode(value: object) -> int:
-        name = read(value)
-        if name not in numbers:
-            raise unknown_label(name, names)
-        return numbers[name]
-
-    return part.read([column], encode)
-
-
-def unknown_label(name: str, names: Sequence[str]) -> DataError:
-    """Return the error for a label that the training part does not have. The caller adds the location."""
-    hint = did_you_mean(name, names, f"the training part has: {', '.join(names)}")
-    return DataError(f"unknown label '{name}'", hint=hint)
+    bad, known = BadLines(advice=""), {None, *names}
+    for row, row_labels in enumerate(rows):
+        unknown = next((name for name in row_labels if name not in known), None)
+        if unknown is not None:
+            hint = did_you_mean(unknown, names, f"the training part has: {', '.join(names)}")
+            bad.note_at(part.where(row), f"unknown label '{unknown}'", hint)
+    bad.raise_all()
 
 
 def labels_of_model(model_config: PreTrainedConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Finds a fine-tuning data set and counts its training rows. Plans use this too, so torch is not imported.
+"""Finds a fine-tuning data set and its columns, and counts its training rows. Plans use this, so torch is not imported.
 
 The search order is as follows. EXT is one of csv, tsv, json, jsonl, parquet. ``.gz`` may follow all but parquet.
 
@@ -34,21 +34,15 @@ from typing import Literal
 
 import yaml
 
-from rapidformer_templates.data.finetuning.hub_cache import (
-    PART_NAMES,
-    cache_root,
-    cached_files,
-    find_or_download,
-    is_cached,
-    is_owned,
-)
+from rapidformer_templates.data.finetuning import hub_cache
+from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import ROW_READERS, data_stem, data_suffix, parquet_row_count
-from rapidformer_templates.errors import DataError, RapidformerError, did_you_mean
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.errors import DataError, MistakeCollector, RapidformerError, did_you_mean
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_values import TEST, Epochs, mixture_of, named_sets
 from rapidformer_templates.planning.flags import DataFlags
-from rapidformer_templates.planning.tasks import tasks_with
+from rapidformer_templates.planning.tasks import TASKS, tasks_with
 from rapidformer_templates.system.files import JSON_ERRORS, check_downloaded
 
 STEM = re.compile(rf"^(?:(?P<name>.+)[-_.])?(?P<part>{'|'.join(PART_NAMES)})(?:-\d+-of-\d+)?$")
@@ -64,6 +58,12 @@ SAVED = ("dataset_dict.json", "state.json")
 
 SAVED_DATA_ERRORS = (*JSON_ERRORS, NotImplementedError)
 """Errors of reading a folder that ``datasets`` saved if one of its files is damaged or has another form."""
+
+FIXED = (".csv", ".tsv", ".parquet")
+"""Formats in which all rows have the same columns."""
+
+MAX_READ_BYTES = 5_000_000
+"""Files of other formats are read for their columns only up to this size."""
 
 MAX_COUNTED_BYTES = 200_000_000
 """Text files are counted only if their total size is at most this number of bytes."""
@@ -133,9 +133,10 @@ def check_data_folder(flags: DataFlags) -> None:
         DataError: it does not.
     """
     folder = Path(flags.data_dir or "")
-    if not folder.exists() and not is_cached(str(flags.data_dir)) and not is_owned(str(flags.data_dir)):
+    if not folder.exists() and not hub_cache.may_be_data_set(str(flags.data_dir)):
         siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        hint = did_you_mean(str(folder), siblings, f"give the folder that holds the files, or a name in {cache_root()}")
+        advice = f"give the folder that holds the files, or a name in {hub_cache.cache_root()}"
+        hint = did_you_mean(str(folder), siblings, advice)
         raise DataError(f"the folder {folder} does not exist", where="--data-dir", hint=hint)
 
 
@@ -160,8 +161,8 @@ def parts_read(flags: DataFlags) -> tuple[str, ...]:
 
 
 def _on_hub(name: str, flags: DataFlags, flag: str, read: Sequence[str]) -> Located:
-    folder = find_or_download(name, flags.data_config, flag)
-    return Located("cached", name, _by_part(cached_files(folder, name, flags.data_split), read, name))
+    folder = hub_cache.find_or_download(name, flags.data_config, flag)
+    return Located("cached", name, _by_part(hub_cache.cached_files(folder, name, flags.data_split), read, name))
 
 
 def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, list[Path]]:
@@ -448,3 +449,99 @@ def _rows(files: Sequence[tuple[Path, int]], *, saved: bool) -> int | None:
         return None
     rows = sum(parquet_row_count(path) for path, _ in files if data_suffix(path) == ".parquet")
     return rows + sum(1 for path, _ in texts for _ in ROW_READERS[data_suffix(path)](path, BadLines(skip=True)))
+
+
+def find_column(columns: Sequence[str], file: str, flag: str, value: str | None, usual: Sequence[str]) -> str:
+    """Return the column that a flag names, else the first of the usual names that exists.
+
+    Args:
+        columns: the columns of the file.
+        value: the value of the flag.
+
+    Raises:
+        DataError: there is none. The message lists the columns.
+    """
+    where = f"{spelling(flag)} {value}" if value else file
+    if value is None:
+        usual_name = next((name for name in usual if name in columns), None)
+        if usual_name is not None:
+            return usual_name
+        message = f"none of the columns is called {', '.join(dict.fromkeys(usual))} in {file}"
+        raise DataError(message, where=where, hint=f"choose one with {spelling(flag)}: {', '.join(columns)}")
+    if value in columns:
+        return value
+    message = f"there is no column '{value}' in {file}"
+    raise DataError(message, where=where, hint=did_you_mean(value, columns, f"columns: {', '.join(columns)}"))
+
+
+def check_column(columns: Sequence[str], file: str, flag: str, name: str) -> None:
+    """Check that a column exists that was used to read other rows.
+
+    Args:
+        columns: the columns of the file.
+        flag: the flag that names another column.
+
+    Raises:
+        DataError: it does not exist. The message lists the columns.
+    """
+    if name not in columns:
+        hint = f"columns: {', '.join(columns)}; {spelling(flag)} names another one"
+        message = f"there is no column '{name}', which was used to read the training part"
+        raise DataError(message, where=file, hint=did_you_mean(name, columns, hint))
+
+
+def columns_of(path: Path) -> list[str] | None:
+    """Return the columns of a file, or None if it has no row, or if finding them would take long."""
+    reader = ROW_READERS.get(data_suffix(path))
+    if reader is None or (data_suffix(path) not in FIXED and path.stat().st_size > MAX_READ_BYTES):
+        return None
+    rows = (row for _, row in reader(path, BadLines(skip=True)))
+    if data_suffix(path) in FIXED:
+        return list(next(rows, {})) or None
+    return list(dict.fromkeys(name for row in rows for name in row)) or None
+
+
+def check_training_columns(flags: DataFlags) -> None:
+    """Check that the training files have the columns that flags name.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    values = {flag: getattr(flags, flag) for flag in ("text_column", "pair_column", "label_column", "tools_column")}
+    named = {flag: value for flag, value in values.items() if value is not None}
+    for one in flags_of_sets(flags) if named else ():
+        located = locate(one)
+        files = located.parts.get("train", []) if located.kind == "files" else []
+        columns = columns_of(files[0]) if files else None
+        if columns is None or "paragraphs" in columns:  # SQuAD's nested rows get their columns later
+            continue
+        mistakes = MistakeCollector()
+        for flag, value in named.items():
+            mistakes.run(find_column, columns, str(files[0]), flag, value, ())
+        mistakes.raise_all()
+
+
+def check_input_columns(task: str | None, flags: DataFlags, trained: Mapping[str, str | None], path: Path) -> None:
+    """Check that a file of rows to predict has the columns of the task.
+
+    Args:
+        task: the task of the model.
+        trained: the columns of the training part, by flag.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    columns = columns_of(path)
+    if task is None or columns is None or "paragraphs" in columns:
+        return
+    facts = TASKS[task]
+    mistakes = MistakeCollector()
+    for flag, usual in facts.input_columns.items():
+        value, trained_name = getattr(flags, flag), trained.get(flag)
+        with mistakes.collect():
+            # A text of any usual column can be continued, and not only of the one that the model was trained on.
+            if value is None and trained_name is not None and not facts.continues_text:
+                check_column(columns, str(path), flag, trained_name)
+            elif value is not None or (usual and trained_name not in columns):
+                find_column(columns, str(path), flag, value, usual)
+    mistakes.raise_all()

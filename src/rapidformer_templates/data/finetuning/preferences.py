@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,41 +47,49 @@ LabelledAnswer = tuple[Answer, bool]
 """An answer, and whether it is good."""
 
 
-class PromptColumns(NamedTuple):
-    """The columns of a row other than the answers.
+def _prompts_and_tools(part: DataPart, prompt: str | None, tools: str | None) -> list[Iterable[object]]:
+    """Return the prompts and the tools of all rows. Each is None if there is no such column.
 
-    Attributes:
-        prompt: None if the answers contain the prompt.
-        tools: None if there are no tools.
+    Raises:
+        DataError: the column that ``tools`` names does not exist.
     """
-
-    prompt: str | None
-    tools: str | None
-
-    @classmethod
-    def of(cls, part: DataPart, prompt: str | None, tools: str | None) -> PromptColumns:
-        """Return the columns with the one that holds tools: the given one, which must exist, or one of a usual name."""
-        existing = part.table.column_names
-        usual = next((name for name in TOOL_COLUMNS if name in existing), None)
-        return cls(prompt, part.column("tools_column", tools, ()) if tools else usual)
-
-    def values(self, part: DataPart) -> list[Iterable[object]]:
-        """Return the prompts and the tools of all rows. Each is None if there is no such column."""
-        return [part.table[name][:] if name else repeat(None, len(part)) for name in self]
+    usual = next((name for name in TOOL_COLUMNS if name in part.table.column_names), None)
+    columns = prompt, part.column("tools_column", tools, ()) if tools else usual
+    return [part.table[name][:] if name else repeat(None, len(part)) for name in columns]
 
 
-def pairs_of(part: DataPart, columns: PromptColumns, reader: ChatReader) -> list[tuple[Answer, Answer]]:
+def pairs_of(part: DataPart, prompt: str | None, tools: str | None, reader: ChatReader) -> list[tuple[Answer, Answer]]:
     """Return the chosen and the rejected answer of each row, each with the prompt.
+
+    Args:
+        prompt: the column of prompts. None if the answers contain them.
+        tools: the column of tools. None if it has a usual name, or if there is none.
 
     Raises:
         DataError: a column is missing, or a row cannot be used.
     """
     names = [_column(part, name) for name in ("chosen", "rejected")]
-    rows = zip(*columns.values(part), *(part.table[name][:] for name in names), strict=True)
+    rows = zip(*_prompts_and_tools(part, prompt, tools), *(part.table[name][:] for name in names), strict=True)
 
     def read_pair(fields: tuple[object, object, object, object]) -> tuple[Answer, Answer]:
-        chosen, rejected = _read_pair(fields)
-        return Answer(chosen, reader.render(chosen)), Answer(rejected, reader.render(rejected))
+        """Read a row. The common beginning of its answers is the prompt if there is no other."""
+        prompt, tools, chosen, rejected = fields
+        pair: tuple[Example, Example]
+        if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
+            chosen, rejected = read_messages(chosen, "chosen"), read_messages(rejected, "rejected")
+            common, schemas = common_length(chosen, rejected), read_tools(tools)
+            pair = ChatExample(chosen, common, schemas), ChatExample(rejected, common, schemas)
+            if not common:
+                raise DataError("the chosen and the rejected conversation do not begin with the same message")
+        elif isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
+            common = common_length(chosen, rejected)
+            texts = [(text[:common], text[common:], tools) for text in (chosen, rejected)]
+            pair = read_completion(*texts[0]), read_completion(*texts[1])
+        else:
+            pair = read_completion(prompt, chosen, tools), read_completion(prompt, rejected, tools)
+        if chosen == rejected:
+            raise DataError("the chosen and the rejected answer are the same")
+        return Answer(pair[0], reader.render(pair[0])), Answer(pair[1], reader.render(pair[1]))
 
     return reader.read(part, rows, read_pair)
 
@@ -92,16 +99,18 @@ def has_pairs(part: DataPart) -> bool:
     return {"chosen", "rejected"} <= set(part.table.column_names)
 
 
-def labelled_answers_of(part: DataPart, columns: PromptColumns, reader: ChatReader) -> list[LabelledAnswer]:
-    """Return answers with their labels. Pairs give all chosen answers first, then all rejected ones.
+def labelled_answers_of(
+    part: DataPart, prompt: str | None, tools: str | None, reader: ChatReader
+) -> list[LabelledAnswer]:
+    """Return answers with their labels, like :func:`pairs_of`. Pairs give all chosen answers first, then all others.
 
     Raises:
         DataError: a column is missing, or a row cannot be used.
     """
     if has_pairs(part):
-        pairs = pairs_of(part, columns, reader)
+        pairs = pairs_of(part, prompt, tools, reader)
         return [(chosen, True) for chosen, _ in pairs] + [(rejected, False) for _, rejected in pairs]
-    columns = columns._replace(prompt=columns.prompt or part.column("text_column", None, (PROMPT,)))
+    prompts_and_tools = _prompts_and_tools(part, prompt or part.column("text_column", None, (PROMPT,)), tools)
     answers = (part.table[_column(part, name)][:] for name in ("completion", "label"))
 
     def read_answer(fields: tuple[object, object, object, object]) -> LabelledAnswer:
@@ -113,7 +122,7 @@ def labelled_answers_of(part: DataPart, columns: PromptColumns, reader: ChatRead
         example = read_completion(prompt_text, completion, tools)
         return Answer(example, reader.render(example)), is_good
 
-    return reader.read(part, zip(*columns.values(part), *answers, strict=True), read_answer)
+    return reader.read(part, zip(*prompts_and_tools, *answers, strict=True), read_answer)
 
 
 def _column(part: DataPart, name: str) -> str:
@@ -128,35 +137,13 @@ def _column(part: DataPart, name: str) -> str:
     return name
 
 
-def _read_pair(fields: tuple[object, object, object, object]) -> tuple[Example, Example]:
-    """Return the chosen and the rejected answer of a row. Their common beginning is the prompt if there is no other."""
-    prompt, tools, chosen, rejected = fields
-    pair: tuple[Example, Example]
-    if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
-        chosen, rejected = read_messages(chosen, "chosen"), read_messages(rejected, "rejected")
-        common = common_length(chosen, rejected)
-        schemas = read_tools(tools)
-        pair = ChatExample(chosen, common, schemas), ChatExample(rejected, common, schemas)
-        if not common:
-            raise DataError("the chosen and the rejected conversation do not begin with the same message")
-    elif isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
-        common = common_length(chosen, rejected)
-        texts = [(text[:common], text[common:], tools) for text in (chosen, rejected)]
-        pair = read_completion(*texts[0]), read_completion(*texts[1])
-    else:
-        pair = read_completion(prompt, chosen, tools), read_completion(prompt, rejected, tools)
-    if chosen == rejected:
-        raise DataError("the chosen and the rejected answer are the same")
-    return pair
-
-
 class PreferenceSamples(TokenizedSamples):
     """Samples of two rows each. The length of a sample is the length of its longer row."""
 
     @property
     def lengths(self) -> np.ndarray:
         second = next(name for name in self.fields if name.endswith("_input_ids"))
-        return np.maximum(self.lengths_of("input_ids"), self.lengths_of(second))
+        return np.maximum(super().lengths, self.rows_of(second).lengths)
 
 
 def pair_samples(name: str, pairs: Sequence[tuple[Answer, Answer]], reader: ChatReader) -> PreferenceSamples:
@@ -229,11 +216,8 @@ def _usable(name: str, first: Sequence[EncodedChat], second: Sequence[EncodedCha
 
 
 def _fields(prefix: str, rows: Sequence[EncodedChat], indices: Sequence[int]) -> dict[str, Ragged | list[bool]]:
-    labels = (np.where(rows[i].learned, rows[i].ids, IGNORED) for i in indices)
-    return {
-        f"{prefix}input_ids": Ragged(rows[i].ids for i in indices),
-        f"{prefix}labels": Ragged(np.append(IGNORED, row[1:]) for row in labels),
-    }
+    ids, labels = Ragged(rows[i].ids for i in indices), Ragged(rows[i].labels for i in indices)
+    return {f"{prefix}input_ids": ids, f"{prefix}labels": labels}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from rapidformer_templates.data.finetuning import locating
-from rapidformer_templates.data.finetuning.column_names import check_column, find_column
 from rapidformer_templates.data.finetuning.messages import rows_with_texts
 from rapidformer_templates.data.streaming import RowStream, StreamedRow
 from rapidformer_templates.data.text.bad_lines import BadLines
@@ -101,7 +100,7 @@ class DataPart:
         Raises:
             DataError: there is none. The message lists the columns.
         """
-        return find_column(self.table.column_names, self.files[0], flag, value, usual)
+        return locating.find_column(self.table.column_names, self.files[0], flag, value, usual)
 
     def check_column(self, flag: str, name: str) -> None:
         """Check that a column exists that was used to read other rows.
@@ -112,7 +111,7 @@ class DataPart:
         Raises:
             DataError: it does not exist. The message lists the columns.
         """
-        check_column(self.table.column_names, self.files[0], flag, name)
+        locating.check_column(self.table.column_names, self.files[0], flag, name)
 
 
 @dataclass(frozen=True)
@@ -149,13 +148,8 @@ UsableRows = Callable[[DataPart, BadLines], DataPart]
 """Returns the rows of a part that a task can use, and notes the others. It is called for the training part first."""
 
 
-def all_rows(part: DataPart, bad: BadLines) -> DataPart:
-    """Return all rows of a part: the default of :data:`UsableRows`."""
-    return part
-
-
-def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableRows = all_rows) -> LoadedDataset:
-    """Read, check and split the data set that the flags name.
+def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableRows | None = None) -> LoadedDataset:
+    """Read, check and split the data set that the flags name. By default, all rows are usable.
 
     Args:
         bad: receives the lines and rows that cannot be used.
@@ -171,10 +165,10 @@ def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableR
         parts["train"], stream = _open_stream(located.parts["train"], config, usable)
     for name in locating.parts_read(flags):
         if name in located.parts and name not in parts:
-            parts[name] = _usable(_read_part(located, located.parts[name], bad), bad, usable)
+            parts[name] = _read_part(located, located.parts[name], bad, usable)
     named: dict[str, DataPart] = {}
     for name, one in locating.evaluated_sets(flags).items():
-        part = _usable(_read_part(*locating.locate_evaluated(name, one), bad), bad, usable)
+        part = _read_part(*locating.locate_evaluated(name, one), bad, usable)
         named[name] = _first(part, flags.max_eval_samples)
     bad.raise_all()
     train, valid = parts["train"], parts.get("valid")
@@ -208,7 +202,7 @@ def _hold_out(rows: DataPart, config: RunConfig) -> tuple[DataPart, DataPart]:
 
 
 def read_part(
-    config: RunConfig, name: str | None, bad: BadLines | None = None, usable: UsableRows = all_rows
+    config: RunConfig, name: str | None, bad: BadLines | None = None, usable: UsableRows | None = None
 ) -> LoadedDataset:
     """Read one part of a data set to evaluate. It is ``train``, too, because columns are searched there.
 
@@ -221,7 +215,7 @@ def read_part(
             :func:`read_dataset`.
     """
     bad = BadLines(skip=config.data.skip_bad_lines) if bad is None else bad
-    part = _usable(_read_part(*locating.locate_part(config.data, name), bad), bad, usable)
+    part = _read_part(*locating.locate_part(config.data, name), bad, usable)
     bad.raise_all()
     if name == "train":
         if "valid" not in locating.locate(config.data, read=()).parts and config.data.validation_fraction > 0:
@@ -229,15 +223,6 @@ def read_part(
         part = _first(part, config.data.max_train_samples)
     part = _first(part, config.data.max_eval_samples)
     return LoadedDataset(train=part, valid=part)
-
-
-def _usable(part: DataPart, bad: BadLines, usable: UsableRows) -> DataPart:
-    """Return the usable rows of a whole part. A part without any is an error."""
-    rows = usable(part, bad)
-    if not len(rows) and bad.skip:
-        message = f"none of the {len(part)} rows can be used; the last: {bad.skipped[-1]}"
-        raise DataError(message, where=part.files[0], hint="fix the rows")
-    return rows
 
 
 def locate_training(flags: DataFlags) -> locating.Located:
@@ -257,7 +242,7 @@ def locate_training(flags: DataFlags) -> locating.Located:
     return located
 
 
-def _open_stream(files: list[Path], config: RunConfig, usable: UsableRows) -> tuple[DataPart, RowStream]:
+def _open_stream(files: list[Path], config: RunConfig, usable: UsableRows | None) -> tuple[DataPart, RowStream]:
     """Return the first rows of a streamed training part, which show the columns, and the stream from its beginning."""
     seed = None if config.data.shuffle_buffer == 0 else config.training.seed
     stream = RowStream(files, seed, skip=config.data.skip_bad_lines)
@@ -267,7 +252,8 @@ def _open_stream(files: list[Path], config: RunConfig, usable: UsableRows) -> tu
         raise DataError(EMPTY, where=str(files[0]), hint=EMPTY_HINT)
     stream.go_to(beginning)
     train = part_of_stream(rows, BadLines(skip=True))
-    usable(train, BadLines(skip=True))  # finds the columns; the rows are checked when they are used
+    if usable:
+        usable(train, BadLines(skip=True))  # finds the columns; the rows are checked when they are used
     return train, stream
 
 
@@ -275,27 +261,33 @@ def _first(part: DataPart, count: int | None) -> DataPart:
     return part if count is None or count >= len(part) else part.select(np.arange(count))
 
 
-def _read_part(located: locating.Located, files: Sequence[Path], bad: BadLines) -> DataPart:
-    """Return the rows of all files of a part, in order.
+def _read_part(located: locating.Located, files: Sequence[Path], bad: BadLines, usable: UsableRows | None) -> DataPart:
+    """Return the usable rows of all files of a part, in order.
 
     Raises:
-        DataError: there is no row, or a file or a line cannot be read.
+        DataError: there is no such row, or a file or a line cannot be read.
     """
     if located.kind == "files":
-        return read_files(files, bad)
-    import datasets
+        part = read_files(files, bad)
+    else:
+        import datasets
 
-    try:
-        if located.kind == "saved":
-            table = datasets.load_from_disk(str(files[0]))
-        else:
-            table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
-    except locating.SAVED_DATA_ERRORS as error:
-        raise locating.unreadable_error(files[0], error) from error
-    assert isinstance(table, datasets.Dataset)
-    if not len(table):
-        raise DataError(EMPTY, where=str(files[0]), hint=EMPTY_HINT)
-    return part_of_table(table, str(files[0]))
+        try:
+            if located.kind == "saved":
+                table = datasets.load_from_disk(str(files[0]))
+            else:
+                table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+        except locating.SAVED_DATA_ERRORS as error:
+            raise locating.unreadable_error(files[0], error) from error
+        assert isinstance(table, datasets.Dataset)
+        if not len(table):
+            raise DataError(EMPTY, where=str(files[0]), hint=EMPTY_HINT)
+        part = part_of_table(table, str(files[0]))
+    rows = usable(part, bad) if usable else part
+    if not len(rows) and bad.skip:
+        message = f"none of the {len(part)} rows can be used; the last: {bad.skipped[-1]}"
+        raise DataError(message, where=part.files[0], hint="fix the rows")
+    return rows
 
 
 def part_of_table(table: datasets.Dataset, name: str) -> DataPart:

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset
 
 from rapidformer_templates.data.indexed.corpora import IndexCache, Tables
 from rapidformer_templates.data.order import Passes, Stream, keep_apart
-from rapidformer_templates.data.types import Data, Endless, SampleSet, SizeOf, size_function
+from rapidformer_templates.data.types import Data, Endless, SampleSet
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.system.files import hash_of
 
@@ -144,8 +144,6 @@ class Blend:
         return self.samples
 
     def __getitem__(self, position: int) -> object:
-        if position < 0:
-            position = range(len(self))[position]
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[object]:
@@ -160,20 +158,6 @@ class Blend:
             for i, item in zip(from_source, read_items, strict=True):
                 items[i] = item
         return items
-
-    @property
-    def size_of(self) -> SizeOf | None:
-        """Returns (samples, tokens) of some items if items are rows of several samples, else None."""
-        functions = [function for function in map(size_function, self.sets) if function]
-        if len(functions) < len(self.sets):
-            return None
-
-        def size_of(positions: list[int]) -> tuple[int, int]:
-            sources, within = self.origin(np.asarray(positions, np.int64))
-            sizes = [functions[s]([p]) for s, p in zip(sources.tolist(), within.tolist(), strict=True)]
-            return sum(samples for samples, _ in sizes), sum(tokens for _, tokens in sizes)
-
-        return size_of
 
     def origin(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (set, position in that set) for each position."""
@@ -215,17 +199,8 @@ class ShuffledEpochs:
         return len(self.samples)
 
     def __getitem__(self, position: int) -> object:
-        return self.samples[self._index(position)]
-
-    @property
-    def size_of(self) -> SizeOf | None:
-        """Returns (samples, tokens) of some items if items are rows of several samples, else None."""
-        size_of = size_function(self.samples)
-        return None if size_of is None else lambda positions: size_of([self._index(p) for p in positions])
-
-    def _index(self, position: int) -> int:
         epoch, within = divmod(position, len(self.samples))
-        return int(self._passes[epoch][within])
+        return self.samples[int(self._passes[epoch][within])]
 
 
 def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Data:

@@ -5,22 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from rapidformer_templates.data.indexed.dataset import (
-    IndexedDataset,
-    bin_path,
-    check_vocabulary,
-    idx_path,
-    is_indexed,
-    type_for,
-)
+from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, check_vocabulary, is_indexed, type_for
 from rapidformer_templates.data.indexed.writer import read_sums
 from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.files import data_suffix, no_corpus_error, text_files
@@ -40,27 +32,21 @@ def cache_root(config: RunConfig) -> Path:
     return Path(config.data.data_cache_dir) if config.data.data_cache_dir else user_cache()
 
 
-def identity(prefix: str) -> list[str | tuple[int, int]]:
-    """Identify a version of an indexed data set: the location, sizes and modification times of its files."""
-    stats = [path.stat() for path in (idx_path(prefix), bin_path(prefix))]
-    return [str(Path(prefix).resolve()), *[(s.st_size, s.st_mtime_ns) for s in stats]]
-
-
 def contents(dataset: IndexedDataset) -> str:
     """Return a short text that differs for sets with different tokens. Empty if the set has no checksums."""
     sums = read_sums(dataset.prefix)
     return f" ({hash_of(sums['bin']['crc32'])[:12]})" if sums else ""
 
 
+@dataclass(frozen=True)
 class IndexCache:
     """Groups of tables in a folder. If several processes ask at once, the first builds them and the others wait.
 
-    Args:
+    Attributes:
         root: the folder. None keeps the tables in the memory of each process.
     """
 
-    def __init__(self, root: Path | None = None) -> None:
-        self.root = root
+    root: Path | None = None
 
     def __call__(self, name: str, make: Callable[[], Tables]) -> Tables:
         """Return the tables of the group ``name``. On first use ``make`` builds them.
@@ -104,18 +90,11 @@ def make_once(folder: Path, write: Callable[[Path], object]) -> None:
     if folder.is_dir():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.parent / f"{folder.name}.lock"):
+    with (folder.parent / f"{folder.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the process ends in any way
         if not folder.is_dir():
             with new_folder(folder) as temporary:
                 write(temporary)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock among processes. It is released when the process ends in any way."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 CACHE_VERSION = 3
@@ -248,7 +227,7 @@ def _check_tokens(dataset: IndexedDataset, tokenizer: PreTrainedTokenizerFast, c
     if sums is not None and sums["bin"]["bytes"] == bin_path(dataset.prefix).stat().st_size:
         largest = sums["largest_token"]
     else:
-        name = "largest-" + hash_of(identity(dataset.prefix))
+        name = "largest-" + hash_of(dataset.version)
         table = cache(name, lambda: {"largest": np.array([check_vocabulary(dataset, vocabulary)])})
         largest = int(table["largest"][0])
     check_vocabulary(dataset, vocabulary, largest)

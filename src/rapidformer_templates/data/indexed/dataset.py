@@ -23,7 +23,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -62,14 +62,8 @@ def type_for(vocabulary: int) -> np.dtype:
     return np.dtype(np.uint16 if vocabulary < 65500 else np.int32)
 
 
-class _Tokens(Protocol):
-    """Tokens that can be read by slices ``[start:stop]``, counted in tokens."""
-
-    def __getitem__(self, span: slice) -> np.ndarray: ...
-
-
 class _FileTokens:
-    """Tokens that are read from the file at each access, for file systems that do not support memory maps."""
+    """Tokens that are read from the file at each access ``[start:stop]``, where memory maps are not supported."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)
@@ -110,7 +104,7 @@ class IndexedDataset:
     documents: np.ndarray
     dtype: np.dtype
     has_modes: bool
-    tokens: _Tokens
+    tokens: np.ndarray | _FileTokens
 
     def __init__(self, prefix: str | Path, access: Access = "mmap") -> None:
         self.prefix = prefix_of(prefix)
@@ -183,7 +177,7 @@ class IndexedDataset:
             what = f"truncated: {size:,} bytes of {end:,}" if size < end else f"too long: {size:,} bytes, not {end:,}"
             raise DataError(f"the file of tokens is {what}", where=str(bin_path(self.prefix)), hint=_ANEW)
 
-    def _open_tokens(self) -> _Tokens:
+    def _open_tokens(self) -> np.ndarray | _FileTokens:
         path = bin_path(self.prefix)
         if self.access == "cached":
             return np.fromfile(path, dtype=self.dtype)
@@ -208,6 +202,14 @@ class IndexedDataset:
         start = self._starts[index] >> self._shift
         return self.tokens[start : start + self._sizes[index]]
 
+    def span(self, first: int, last: int) -> slice:
+        """Return where the sequences [first, last), which are stored one after another, are among the tokens."""
+        if first >= last:
+            return slice(0, 0)
+        size = self.dtype.itemsize
+        end = int(self.pointers[last - 1]) // size + int(self.lengths[last - 1])
+        return slice(int(self.pointers[first]) // size, end)
+
     def gather(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Copy the tokens of the runs ``[start, stop)``, counted in tokens, into one 1-D array."""
         # Slicing a memoryview and joining bytes take half the time of numpy's slices and concatenation.
@@ -219,6 +221,12 @@ class IndexedDataset:
     def token_count(self) -> int:
         """Number of tokens in all sequences."""
         return bin_path(self.prefix).stat().st_size // self.dtype.itemsize
+
+    @property
+    def version(self) -> list[str | tuple[int, int]]:
+        """Identifies this version of the set: the location, sizes and modification times of its files."""
+        stats = [path(self.prefix).stat() for path in (idx_path, bin_path)]
+        return [str(Path(self.prefix).resolve()), *[(s.st_size, s.st_mtime_ns) for s in stats]]
 
     def __getstate__(self) -> dict[str, object]:
         # A memory map would be sent to loader processes as a copy of the whole file.

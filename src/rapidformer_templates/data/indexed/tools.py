@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 
 from rapidformer_templates.data.indexed.dataset import CHUNK, IndexedDataset, bin_path, idx_path
-from rapidformer_templates.data.indexed.writer import (
-    IndexedWriter,
-    block_sums,
-    disk_errors,
-    read_sums,
-    sums_path,
-    write_sums,
-)
+from rapidformer_templates.data.indexed.writer import IndexedWriter, read_sums, sums_of, sums_path, write_sums
 from rapidformer_templates.data.text.files import prefix_of
 from rapidformer_templates.errors import DataError, did_you_mean
 from rapidformer_templates.system.files import crc32
@@ -147,7 +139,8 @@ def verify(prefix: str) -> list[Damage] | None:
     if crc32(idx_path(prefix)) != sums["idx"]["crc32"]:
         what = "the index differs from what was written: documents may end elsewhere"
         problems.append(Damage(str(idx_path(prefix)), what))
-    for block, (recorded, checksum) in enumerate(zip(sums["bin"]["crc32"], block_sums(path, size), strict=True)):
+    checksums = sums_of(path, size).checksums()
+    for block, (recorded, checksum) in enumerate(zip(sums["bin"]["crc32"], checksums, strict=True)):
         if recorded != checksum:
             start, stop = block * size, min((block + 1) * size, dataset.token_count * dataset.dtype.itemsize)
             inside = np.searchsorted(dataset.pointers, [start, stop - 1], side="right") - 1
@@ -172,8 +165,7 @@ def add_sums(prefix: str) -> Path:
         if int(part.min()) < 0:
             hint = "a token is a number of at least 0: the set is damaged, or of another kind"
             raise DataError(f"there are negative tokens, such as {int(part.min())}", where=prefix, hint=hint)
-    with disk_errors(sums_path(prefix)):
-        write_sums(prefix, largest)
+    write_sums(prefix, largest)
     return sums_path(prefix)
 
 
@@ -259,9 +251,8 @@ def split_sequences(shares: Sequence[float], count: int) -> list[tuple[int, int]
 
     Shares are accumulated and rounded as in Megatron-LM's core.
     """
-    parts = (np.asarray(shares) / np.sum(shares)).tolist()
-    sums: list[float] = reduce(lambda done, part: [*done, done[-1] + part], parts, [0.0])
-    return list(pairwise(round(share * count) for share in sums))
+    parts: list[float] = (np.asarray(shares) / np.sum(shares)).tolist()
+    return list(pairwise(round(share * count) for share in accumulate(parts, initial=0.0)))
 
 
 def counts_of(dataset: IndexedDataset, part: tuple[int, int]) -> np.ndarray:
@@ -270,15 +261,9 @@ def counts_of(dataset: IndexedDataset, part: tuple[int, int]) -> np.ndarray:
     Raises:
         DataError: a token is negative.
     """
-    first, last = part
-    counts = np.zeros(0, np.int64)
-    if first >= last:
-        return counts
-    size = dataset.dtype.itemsize
-    begin, end = int(dataset.pointers[first]) // size, int(dataset.pointers[last - 1]) // size
-    end += int(dataset.lengths[last - 1])
-    for start in range(begin, end, CHUNK):
-        tokens = dataset.tokens[start : min(start + CHUNK, end)]
+    counts, span = np.zeros(0, np.int64), dataset.span(*part)
+    for start in range(span.start, span.stop, CHUNK):
+        tokens = dataset.tokens[start : min(start + CHUNK, span.stop)]
         if int(tokens.min()) < 0:
             raise DataError(f"there are negative tokens, such as {int(tokens.min())}", where=dataset.prefix)
         occurrences = np.bincount(tokens)

@@ -20,15 +20,7 @@ from typing import Any, Self, TypedDict
 
 import numpy as np
 
-from rapidformer_templates.data.indexed.dataset import (
-    CHUNK,
-    HEADER,
-    MAGIC,
-    TYPES,
-    VERSION,
-    bin_path,
-    idx_path,
-)
+from rapidformer_templates.data.indexed.dataset import CHUNK, HEADER, MAGIC, TYPES, VERSION, bin_path, idx_path
 from rapidformer_templates.data.text.files import prefix_of
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.system.files import JSON_ERRORS, crc32, sync, to_json, write_at, write_json, write_synced
@@ -91,9 +83,6 @@ class IndexedWriter:
         self.prefix = prefix_of(prefix)
         self.vocabulary = vocabulary
         self.dtype = np.dtype(dtype)
-        self.codes = {kind: code for code, kind in TYPES.items()}
-        if self.dtype not in self.codes:
-            raise DataError(f"the format has no tokens of type {self.dtype}", where=self.prefix, hint="use int32")
         # Tokens and checksums without an index are left from a killed writer, and do not count as a set.
         is_left = sums_path(self.prefix).exists()
         files = [idx_path(self.prefix)] if is_left else [idx_path(self.prefix), bin_path(self.prefix)]
@@ -102,7 +91,7 @@ class IndexedWriter:
             raise DataError(f"{existing} exists", where=self.prefix, hint="choose another prefix, or add --overwrite")
         self.sequences = self.documents = 0
         self.largest = -1
-        self._sums = _BlockSums()
+        self._sums = BlockSums()
         self._sealed = False
 
     @property
@@ -188,7 +177,8 @@ class IndexedWriter:
 
     def _write_index(self, path: Path) -> None:
         with path.open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self.codes[self.dtype], self.sequences, self.documents + 1))
+            code = next(code for code, kind in TYPES.items() if kind == self.dtype)
+            file.write(HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
             self._lengths.seek(0)
             shutil.copyfileobj(self._lengths, file)
             self._lengths.seek(0)
@@ -204,7 +194,7 @@ class IndexedWriter:
             os.fsync(file.fileno())
 
 
-class _BlockSums:
+class BlockSums:
     """CRC-32 of each block of a stream."""
 
     def __init__(self, block: int = BLOCK) -> None:
@@ -227,20 +217,16 @@ class _BlockSums:
         return self._blocks + ([self._crc] if self.bytes % self.block else [])
 
 
-def block_sums(path: Path, block: int = BLOCK) -> list[int]:
-    """Return the CRC-32 of each block of a file. ``block`` is the block size in bytes."""
-    return _sums_of(path, block).checksums()
-
-
-def _sums_of(path: Path, block: int = BLOCK) -> _BlockSums:
-    sums = _BlockSums(block)
+def sums_of(path: Path, block: int = BLOCK) -> BlockSums:
+    """Return the checksums of a file. ``block`` is the block size in bytes."""
+    sums = BlockSums(block)
     with path.open("rb") as file:
         while part := file.read(1 << 22):
             sums.add(memoryview(part))
     return sums
 
 
-def _facts(sums: _BlockSums, index: Path, largest: int, vocabulary: str | None = None) -> Sums:
+def _facts(sums: BlockSums, index: Path, largest: int, vocabulary: str | None = None) -> Sums:
     return {
         "bin": {"bytes": sums.bytes, "block_bytes": BLOCK, "crc32": sums.checksums()},
         "idx": {"crc32": crc32(index)},
@@ -251,7 +237,8 @@ def _facts(sums: _BlockSums, index: Path, largest: int, vocabulary: str | None =
 
 def write_sums(prefix: str | Path, largest: int) -> None:
     """Write the checksums of a set from another program. ``largest`` is its largest token."""
-    write_json(sums_path(prefix), _facts(_sums_of(bin_path(prefix)), idx_path(prefix), largest))
+    with disk_errors(sums_path(prefix)):
+        write_json(sums_path(prefix), _facts(sums_of(bin_path(prefix)), idx_path(prefix), largest))
 
 
 def _temporary(path: Path) -> Path:

@@ -11,7 +11,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
 """How byte-level vocabularies write a space, a new line, a tab and a carriage return."""
 
 
+@dataclass
 class MaskTokens:
     """Masks tokens of a sample, as BERT does (Devlin et al. 2019, section 3.1).
 
@@ -44,19 +45,16 @@ class MaskTokens:
         DataError: the tokenizer has no mask token, or does not mark where words start.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        probability: float,
-        *,
-        whole_words: bool = False,
-        at_least_one: bool = False,
-    ) -> None:
+    tokenizer: InitVar[PreTrainedTokenizerFast]
+    probability: float
+    _: KW_ONLY
+    whole_words: InitVar[bool] = False
+    at_least_one: bool = False
+
+    def __post_init__(self, tokenizer: PreTrainedTokenizerFast, whole_words: bool) -> None:
         if tokenizer.mask_token_id is None:
             message = "the tokenizer has no mask token"
             raise DataError(message, where="--task", hint="use the tokenizer of a masked language model")
-        self.probability = probability
-        self.at_least_one = at_least_one
         self.mask_id = tokenizer.mask_token_id
         self.special = np.zeros(vocabulary_size(tokenizer), dtype=bool)
         self.special[tokenizer.all_special_ids] = True
@@ -125,12 +123,6 @@ def check_mask_probability(share: float) -> None:
         raise DataError(f"a share of {share:g} cannot be masked", where="--mask-prob", hint=hint)
 
 
-def check_short_probability(share: float) -> None:
-    """Raise a :class:`DataError` if ``--short-seq-prob`` is not a fraction."""
-    if not 0 <= share <= 1:
-        raise DataError(f"{share:g} is not a share", where="--short-seq-prob", hint="choose a share from 0 to 1")
-
-
 @dataclass(frozen=True)
 class SpanSizes:
     """Lengths in tokens, the same for all samples.
@@ -166,14 +158,11 @@ def span_sizes(seq_length: int, noise_density: float = 0.15, mean_span_length: f
     """Return the longest window whose inputs have exactly ``seq_length`` tokens.
 
     Raises:
-        DataError: a value is out of range, or the masked fraction is so high that spans would touch.
+        DataError: the fraction is out of range or so high that spans would touch, or the sequence is too short.
     """
     if not 0 < noise_density < 1:
         hint = "choose a share between 0 and 1, such as 0.15"
         raise DataError(f"a share of {noise_density:g} cannot be hidden", where="--mask-prob", hint=hint)
-    if mean_span_length < 1:
-        message = f"spans of {mean_span_length:g} tokens on average are not possible"
-        raise DataError(message, where="--mean-span-length", hint="choose at least 1")
     # One more raw token adds at most one input token. So the length is always reached, and bisection finds it.
     windows = range(2, int(seq_length / (1 - noise_density)) + 4)
     longer = bisect_right(
@@ -206,10 +195,11 @@ def sentinels_of(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     return np.asarray([numbers[number] for number in sorted(numbers)], dtype=np.int64)
 
 
+@dataclass(frozen=True)
 class SpanCorruption:
     """Masks spans of a window: ``input_ids``, and ``labels`` for the decoder (transformers shifts them itself).
 
-    Args:
+    Attributes:
         sizes: sizes of windows and spans. See :func:`span_sizes`.
         sentinels: the tokens that replace the first span, the second, …. See :func:`sentinels_of`.
         eos_token_id: the last token of inputs and labels.
@@ -218,14 +208,16 @@ class SpanCorruption:
         DataError: there are fewer sentinels than spans.
     """
 
-    def __init__(self, sizes: SpanSizes, sentinels: np.ndarray, eos_token_id: int) -> None:
-        if sizes.spans > len(sentinels):
-            message = f"a window has {sizes.spans} spans, the tokenizer only {len(sentinels)} sentinel tokens"
+    sizes: SpanSizes
+    sentinels: np.ndarray
+    eos_token_id: int
+
+    def __post_init__(self) -> None:
+        spans, sentinels = self.sizes.spans, len(self.sentinels)
+        if spans > sentinels:
+            message = f"a window has {spans} spans, the tokenizer only {sentinels} sentinel tokens"
             hint = "use a shorter --seq-length or a greater --mean-span-length"
-            raise DataError(message, where=f"--seq-length {sizes.inputs}", hint=hint)
-        self.sizes = sizes
-        self.sentinels = sentinels
-        self.end = [eos_token_id]
+            raise DataError(message, where=f"--seq-length {self.sizes.inputs}", hint=hint)
 
     def __call__(self, sample: Sample, generator: np.random.Generator) -> dict[str, np.ndarray]:
         tokens = sample["input_ids"]
@@ -239,7 +231,7 @@ class SpanCorruption:
         starts[1:] &= ~hidden[:-1]
         shown = tokens.astype(np.int64)
         shown[starts] = self.sentinels[: self.sizes.spans]
-        return np.concatenate([shown[~hidden | starts], self.end])
+        return np.concatenate([shown[~hidden | starts], [self.eos_token_id]])
 
 
 def hidden_spans(sizes: SpanSizes, generator: np.random.Generator) -> np.ndarray:

@@ -5,23 +5,25 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from rapidformer_templates.data.indexed.corpora import IndexCache, Tables, contents, identity
+from rapidformer_templates.data.indexed.corpora import IndexCache, Tables, contents
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.order import NewestEpochs, Stream
-from rapidformer_templates.data.pretraining.masking import MaskTokens, check_short_probability
+from rapidformer_templates.data.pretraining.masking import MaskTokens
 from rapidformer_templates.data.types import Rows
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import PairLabel
 from rapidformer_templates.system.files import hash_of
 
-TABLES_VERSION = 2
-"""Part of the tables' names. Increase it when their meaning changes."""
+WINDOWS_VERSION, PAIRS_VERSION = 2, 1
+"""Parts of the names of tables. Increase one when the meaning of these tables changes."""
 
 
+@dataclass(eq=False)
 class GPTSamples:
     """Samples of some documents of an indexed data set, in training order.
 
@@ -29,7 +31,7 @@ class GPTSamples:
     dtype of the data set and shape (length + overlap,). With ``marks_documents`` it also has ``documents`` of that
     shape: a number that changes where a document begins.
 
-    Args:
+    Attributes:
         dataset: the data set with the tokens.
         part: first and last sequence, [first, last).
         length: tokens from the beginning of one sample to the beginning of the next.
@@ -43,29 +45,19 @@ class GPTSamples:
     lengths = None
     """All samples have the same length, so there is nothing to group by."""
 
-    def __init__(
-        self,
-        dataset: IndexedDataset,
-        part: tuple[int, int],
-        length: int,
-        seed: int,
-        *,
-        overlap: int = 1,
-        marks_documents: bool = False,
-        cache: IndexCache | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.part = part
-        self.length, self.overlap = length, overlap
-        self.seed = seed
-        self.marks_documents = marks_documents
-        self.cache = cache or IndexCache()
-        first, last = part
-        self.tokens = 0
-        if first < last:  # sequences are stored one after another
-            end = int(dataset.pointers[last - 1]) // dataset.dtype.itemsize + int(dataset.lengths[last - 1])
-            self.tokens = end - int(dataset.pointers[first]) // dataset.dtype.itemsize
-        self.samples = max(0, (self.tokens - overlap) // length)
+    dataset: IndexedDataset
+    part: tuple[int, int]
+    length: int
+    seed: int
+    _: KW_ONLY
+    overlap: int = 1
+    marks_documents: bool = False
+    cache: IndexCache = field(default_factory=IndexCache)
+
+    def __post_init__(self) -> None:
+        span = self.dataset.span(*self.part)
+        self.tokens = span.stop - span.start
+        self.samples = max(0, (self.tokens - self.overlap) // self.length)
         self._epochs = NewestEpochs(self._tables)
 
     @property
@@ -78,8 +70,6 @@ class GPTSamples:
         return self.samples
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray]:
-        if position < 0:
-            position = range(self.samples)[position]
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[dict[str, np.ndarray]]:
@@ -112,7 +102,7 @@ class GPTSamples:
 
     def _tables(self, epoch: int) -> Tables:
         shape = (self.part, self.length, self.overlap, self.seed, epoch)
-        name = "gpt-" + hash_of([TABLES_VERSION, identity(self.dataset.prefix), *shape])
+        name = "gpt-" + hash_of([WINDOWS_VERSION, self.dataset.version, *shape])
         return self.cache(name, lambda: self._make_tables(epoch))
 
     def _make_tables(self, epoch: int) -> Tables:
@@ -165,8 +155,6 @@ class Documents:
         short_probability: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self.dataset = dataset
-        self.part = part
         firsts = dataset.pointers[slice(*part)] // dataset.dtype.itemsize
         sizes = dataset.lengths[slice(*part)].astype(np.int64)
         # 1. Split long documents. All pieces except a document's last have ``length + overlap`` tokens.
@@ -206,13 +194,11 @@ class Documents:
         return {"input_ids": dataset.tokens[first : first + int(self.sizes[index])]}
 
 
-TABLES_VERSION = 1
-"""Part of the tables' names. Increase it when their meaning changes."""
-
 BLOCK = 1 << 20
 """Number of sentences that are processed at a time (or one document, if it has more). It limits the memory."""
 
 
+@dataclass(eq=False)
 class SentencePairs:
     """Pairs ``[CLS] A [SEP] B [SEP]`` from a data set whose sequences are sentences.
 
@@ -220,7 +206,7 @@ class SentencePairs:
     ``input_ids``, ``token_type_ids`` (0 up to the first ``[SEP]``, then 1), ``labels`` (-100 where nothing is masked)
     and the label of the pair: 0 if B follows A, 1 if not. It depends only on the seed and its position.
 
-    Args:
+    Attributes:
         dataset: sentences, several per document.
         documents: the first document and the one after the last.
         seq_length: maximum number of tokens per sample.
@@ -232,11 +218,10 @@ class SentencePairs:
         seed: seed of everything random.
         cache: stores the chunks and the order of each epoch.
 
-    Attributes:
-        single: number of documents with one sentence. They give no pair, but may provide a B for another document's A.
+    Documents with one sentence give no pair, but may provide a B for another document's A.
 
     Raises:
-        DataError: the length is too short, or ``short_probability`` is not a fraction.
+        DataError: the length is too short.
         NoSamples: no document has two sentences, or there is no second document to take a B from.
     """
 
@@ -244,58 +229,42 @@ class SentencePairs:
     lengths = None
     """Unknown in advance, because a B from another document may be shorter."""
 
-    def __init__(
-        self,
-        dataset: IndexedDataset,
-        documents: tuple[int, int],
-        seq_length: int,
-        mask: MaskTokens,
-        *,
-        cls_token_id: int,
-        sep_token_id: int,
-        short_probability: float,
-        seed: int,
-        label: PairLabel = "next_sentence_label",
-        cache: IndexCache | None = None,
-    ) -> None:
-        if seq_length < 5:
-            message = f"a pair of sentences does not fit into {seq_length} tokens"
+    dataset: IndexedDataset
+    documents: tuple[int, int]
+    seq_length: int
+    mask: MaskTokens
+    _: KW_ONLY
+    cls_token_id: int
+    sep_token_id: int
+    short_probability: float
+    seed: int
+    label: PairLabel = "next_sentence_label"
+    cache: IndexCache = field(default_factory=IndexCache)
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 5:
+            message = f"a pair of sentences does not fit into {self.seq_length} tokens"
             raise DataError(message, where="--seq-length", hint="use at least 5")
-        check_short_probability(short_probability)
-        self.dataset = dataset
-        self.documents = documents
-        self.content = seq_length - 3
-        self.mask = mask
-        self.cls, self.sep = [cls_token_id], [sep_token_id]
-        self.short_probability = short_probability
-        self.seed = seed
-        self.label = label
-        self.cache = cache or IndexCache()
+        self.content = self.seq_length - 3
         self._orders = NewestEpochs(self._order)
-        first, last = documents
-        sizes = np.diff(dataset.documents[first : last + 1])
-        self.single = int((sizes == 1).sum())
-        if self.single == last - first:
+        dataset, (first, last) = self.dataset, self.documents
+        if (np.diff(dataset.documents[first : last + 1]) == 1).all():
             message = f"none of the {last - first:,} documents has two sentences"
             hint = "make the set with rapidformer data preprocess --split-sentences, or train on windows of the text"
             raise NoSamples(message, where=dataset.prefix, hint=hint)
-        if last - first < 2 and label == "next_sentence_label":
+        if last - first < 2 and self.label == "next_sentence_label":
             message = "there is only one document, so there is no other one to take a second sentence from"
             raise NoSamples(message, where=dataset.prefix, hint="use more documents or other shares of --split")
 
     @cached_property
     def chunks(self) -> np.ndarray:
         """First sentence, the one after the last, and target length of each chunk: int64, shape (chunks, 3)."""
-
-        def make() -> Tables:
-            share, seed = self.short_probability, self.seed
-            return {"chunks": build_chunks(self.dataset, self.documents, self.content, share, seed)}
-
-        return self.cache(self._name("chunks"), make)["chunks"]
+        facts = self.dataset, self.documents, self.content, self.short_probability, self.seed
+        return self.cache(self._name("chunks"), lambda: {"chunks": build_chunks(*facts)})["chunks"]
 
     def _name(self, *table: object) -> str:
-        facts = [identity(self.dataset.prefix), self.documents, self.content, self.short_probability, self.seed]
-        return "pairs-" + hash_of([TABLES_VERSION, *facts, *table])
+        facts = [self.dataset.version, self.documents, self.content, self.short_probability, self.seed]
+        return "pairs-" + hash_of([PAIRS_VERSION, *facts, *table])
 
     @property
     def identity(self) -> str:
@@ -306,14 +275,14 @@ class SentencePairs:
     def mean_tokens(self) -> float:
         """Mean length of the samples without special tokens, as if B always followed A."""
         first, end, target = self.chunks.T
-        return float(np.minimum(self._tokens_between(first, end), target).mean())
+        pointers, last = self.dataset.pointers, end - 1
+        lengths = (pointers[last] - pointers[first]) // self.dataset.dtype.itemsize + self.dataset.lengths[last]
+        return float(np.minimum(lengths, target).mean())
 
     def __len__(self) -> int:
         return len(self.chunks)
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray | int]:
-        if position < 0:
-            position = range(len(self))[position]
         first, end, target = self.chunks[self._orders[position // len(self)][position % len(self)]].tolist()
         generator = np.random.default_rng((self.seed, Stream.PAIR_SAMPLES, position))
         border = int(generator.integers(first + 1, end))
@@ -326,7 +295,8 @@ class SentencePairs:
         keep_a, keep_b = truncated_lengths(len(a), len(b), target)
         a, b = _truncate_at_random(a, keep_a, generator), _truncate_at_random(b, keep_b, generator)
         types = np.repeat([0, 1], [len(a) + 2, len(b) + 1])
-        sample = {"input_ids": np.concatenate([self.cls, a, self.sep, b, self.sep]), "token_type_ids": types}
+        cls, sep = [self.cls_token_id], [self.sep_token_id]
+        sample = {"input_ids": np.concatenate([cls, a, sep, b, sep]), "token_type_ids": types}
         return self.mask(sample, generator) | {self.label: int(other)}
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -336,14 +306,7 @@ class SentencePairs:
 
     def _read(self, first: int, end: int) -> np.ndarray:
         """Return the tokens of the sentences [first, end)."""
-        start = int(self.dataset.pointers[first]) // self.dataset.dtype.itemsize
-        return self.dataset.tokens[start : start + int(self._tokens_between(first, end))]
-
-    def _tokens_between(self, first: int | np.ndarray, end: int | np.ndarray) -> np.ndarray:
-        """Return the number of tokens of the sentences [first, end), which are stored one after another."""
-        pointers = self.dataset.pointers
-        # Use the length of the last sentence, because the next pointer may not exist.
-        return (pointers[end - 1] - pointers[first]) // self.dataset.dtype.itemsize + self.dataset.lengths[end - 1]
+        return self.dataset.tokens[self.dataset.span(first, end)]
 
     def _other_document(self, sentence: int, tokens: int, generator: np.random.Generator) -> np.ndarray:
         """Return about ``tokens`` tokens from another document than that of ``sentence``, from a random sentence on."""

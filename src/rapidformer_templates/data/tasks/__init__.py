@@ -19,5 +19,5 @@ def load_task(config: RunConfig) -> Task:
     """
     check_task_flags(config)
     assert config.training.task is not None
-    task: Task = load_object(TASKS[config.training.task].implementation)(config)
-    return task
+    kind: type[Task] = load_object(TASKS[config.training.task].implementation)
+    return kind.kind_for(config)(config)

@@ -115,6 +115,15 @@ class Task(ABC):
         self.is_trained = False
         self.part: str | None = None
 
+    @classmethod
+    def kind_for(cls, config: RunConfig) -> type[Task]:
+        """Return the class for a configuration. Most tasks have only one.
+
+        Raises:
+            DataError: a flag is set that this class does not use.
+        """
+        return cls
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return load_tokenizer(self.config)
@@ -432,6 +441,17 @@ class Task(ABC):
             generation: options for tasks that generate text.
         """
 
+    def tokens_of(
+        self, part: tables.DataPart, column: str, texts: Sequence[str], pairs: Sequence[str] | None = None
+    ) -> dict[str, Ragged]:
+        """Tokenize the texts of a column, or text pairs, cut to the sequence length. See :func:`tokenized`.
+
+        Raises:
+            DataError: a text has no token.
+        """
+        fields = tokenized(self.tokenizer, texts, pairs, max_length=self.seq_length, notes=self.notes)
+        return {**fields, "input_ids": with_tokens(fields["input_ids"], part, column)}
+
     def outputs(self, model: TrainedModel, rows: Sequence[Sample]) -> tuple[ModelOutputs, Tensors]:
         """Return the model's outputs for tokenized rows, and the batch on the model's device."""
         batch = to_device(PadCollate(padding_of(self.tokenizer))(list(rows)), device_of(model))
@@ -466,6 +486,16 @@ def text_value(value: object, column: str, *, may_be_empty: bool = True) -> str:
     if not may_be_empty and not value.strip():
         raise DataError(f"the text in column '{column}' is empty", hint="fill it, or remove the row")
     return value
+
+
+def with_texts(part: tables.DataPart, columns: Sequence[str], bad: BadLines) -> tables.DataPart:
+    """Return the rows with a text in each of some columns. Empty texts are only left out on request."""
+
+    def check(*values: object) -> None:
+        for value, column in zip(values, columns, strict=True):
+            text_value(value, column, may_be_empty=not bad.skip)
+
+    return part.usable(columns, check, bad)
 
 
 def texts_of(part: tables.DataPart, column: str, *, may_be_missing: bool = False) -> list[str]:

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Encoding
 
 from rapidformer_templates.data.collate import IGNORED, PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.labels import (
-    declared_names,
-    encode_label_sets,
-    encode_labels,
-    is_missing_label,
-    label_name,
-    label_names,
-    label_reader,
-    label_set_names,
-    labels_of_model,
-    measure,
-    problem_of,
-    sorted_names,
-    unknown_label,
-)
+from rapidformer_templates.data.finetuning import labels
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.tasks import base
@@ -53,33 +40,44 @@ class SequenceClassification(base.Task):
 
     def read_data(self) -> Data:
         raw = self.read_rows()
-        label = self.column(raw.train, "label_column", LABEL_COLUMNS)
-        # Rows held out of one file may have a rare label that the remaining rows lack.
-        labelled = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
+        read: dict[str, tuple[DataPart, list[Any]]] = {}
+        for name, part in raw.parts().items():
+            column = self.column(part, "label_column", LABEL_COLUMNS)
+            read[name] = part, part.read([column], labels.label_reader(part, column, self.problem))
         if not self.is_trained:
-            self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
-            several = self.problem == "multi_label_classification"
-            if self.problem == "regression":
-                self.labels = ["LABEL_0"]  # the head has one output, with the default name
-            else:
-                names, where = (label_set_names if several else label_names)(labelled, label), labelled[0].files[0]
-                if several and not names:
-                    raise DataError("no row has a label", where=where, hint="choose another --label-column")
-                if not several and len(names) < 2:
-                    hint = "choose another --label-column; if the rows are sorted by label, shuffle them or use more"
-                    raise DataError(f"every row has the label '{names[0]}'", where=where, hint=f"{hint} of them")
-                self.labels = self.in_order_of_head(names)
-        sets = {name: self._samples(part) for name, part in raw.parts().items()}
+            self.best_metric = {"regression": "mse", labels.MULTI: "f1"}.get(self.problem, "accuracy")
+            # Rows held out of one file may have a rare label that the remaining rows lack.
+            self._set_labels([read["train"], read["valid"]] if raw.held_out else [read["train"]])
+        sets = {name: self._samples(*labelled) for name, labelled in read.items()}
         return base.as_data(sets, PadCollate(base.padding_of(self.tokenizer)))
+
+    def _set_labels(self, labelled: list[tuple[DataPart, list[Any]]]) -> None:
+        """Find the names of the labels. There must be two, or one of which rows may have several."""
+        train, where = labelled[0][0], labelled[0][0].files[0]
+        column = self.column(train, "label_column", LABEL_COLUMNS)
+        if self.problem == "regression":
+            self.labels = ["LABEL_0"]  # the head has one output, with the default name
+            return
+        if self.problem == labels.MULTI:
+            used = {name for _, rows in labelled for row in rows for name in row}
+            names = labels.declared_names(train, column) or labels.sorted_names(used)
+            if not names:
+                raise DataError("no row has a label", where=where, hint="choose another --label-column")
+        else:
+            names = labels.label_names(labelled, column)
+            if len(names) < 2:
+                hint = "choose another --label-column; if the rows are sorted by label, shuffle them or use more"
+                raise DataError(f"every row has the label '{names[0]}'", where=where, hint=f"{hint} of them")
+        self.labels = self.in_order_of_head(names)
 
     def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
         """Return the rows with a text and a label. The training part decides which problem the labels are."""
         text, pair = self._text_columns(part)
         label = self.column(part, "label_column", LABEL_COLUMNS)
         if not self.is_trained and self._decides:
-            self.problem, self._decides = self.config.data.problem_type or problem_of([part], label), False
+            self.problem, self._decides = self.config.data.problem_type or labels.problem_of(part, label), False
         texts = [text, pair] if pair else [text]
-        read_label = label_reader(part, label, self.problem)
+        read_label = labels.label_reader(part, label, self.problem)
 
         def check(*values: object) -> None:
             for column, value in zip(texts, values, strict=False):
@@ -102,23 +100,20 @@ class SequenceClassification(base.Task):
         text = self.column(part, "text_column", (*TEXT_COLUMNS, *PAIRS))
         return text, self.column_if_any(part, "pair_column", (PAIRS[text],) if text in PAIRS else ())
 
-    def _samples(self, part: DataPart) -> TokenizedSamples:
-        column = self.column(part, "label_column", LABEL_COLUMNS)
-        labels: Sequence[object]
-        if self.problem == "regression":
-            labels = part.read([column], partial(measure, column=column))
-        elif self.problem == "multi_label_classification":
-            labels = encode_label_sets(part, column, self.labels)
-        else:
-            labels = encode_labels(part, column, self.labels)
-        return TokenizedSamples({**self._tokens(part), "labels": labels})
+    def _samples(self, part: DataPart, targets: list[Any]) -> TokenizedSamples:
+        if self.problem == labels.MULTI:
+            labels.check_known(part, targets, self.labels)
+            targets = [[float(name in row) for name in self.labels] for row in targets]
+        elif self.problem != "regression":
+            labels.check_known(part, ([name] for name in targets), self.labels)
+            numbers = {name: i for i, name in enumerate(self.labels)}
+            targets = [numbers[name] for name in targets]
+        return TokenizedSamples({**self._tokens(part), "labels": targets})
 
     def _tokens(self, part: DataPart) -> dict[str, Ragged]:
         text, pair = self._text_columns(part)
         texts = base.texts_of(part, text)
-        pairs = base.texts_of(part, pair) if pair else None
-        fields = base.tokenized(self.tokenizer, texts, pairs, max_length=self.seq_length, notes=self.notes)
-        return {**fields, "input_ids": base.with_tokens(fields["input_ids"], part, text)}
+        return self.tokens_of(part, text, texts, base.texts_of(part, pair) if pair else None)
 
     def config_overrides(self) -> dict[str, object]:
         return {**base.label_map(self.labels), "problem_type": self.problem}
@@ -130,7 +125,7 @@ class SequenceClassification(base.Task):
     def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[base.Predictions, base.Predictions]:
         if self.problem == "regression":
             return outputs.logits[:, 0].tolist(), batch["labels"].tolist()
-        if self.problem == "multi_label_classification":
+        if self.problem == labels.MULTI:
             return (outputs.logits > 0).int().tolist(), batch["labels"].int().tolist()
         return outputs.logits.argmax(dim=-1).tolist(), batch["labels"].tolist()
 
@@ -146,7 +141,7 @@ class SequenceClassification(base.Task):
         # Imported here because it takes a second and only an evaluation needs it.
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-        if self.problem == "multi_label_classification":
+        if self.problem == labels.MULTI:
             guesses, truths = np.asarray(predictions), np.asarray(references)
             return {
                 "f1": float(f1_score(truths, guesses, average="micro", zero_division=0)),
@@ -160,9 +155,9 @@ class SequenceClassification(base.Task):
         }
 
     def label_state_of_config(self) -> base.Record:
-        labels = labels_of_model(self.model_config)
-        alone = "regression" if len(labels) == 1 else "single_label_classification"
-        return {"labels": labels, "problem": self.config.data.problem_type or self.model_config.problem_type or alone}
+        names = labels.labels_of_model(self.model_config)
+        alone = "regression" if len(names) == 1 else "single_label_classification"
+        return {"labels": names, "problem": self.config.data.problem_type or self.model_config.problem_type or alone}
 
     def inputs(self, part: DataPart) -> base.Inputs:
         return base.Inputs.of(TokenizedSamples(self._tokens(part)))
@@ -172,13 +167,13 @@ class SequenceClassification(base.Task):
         logits = self.outputs(model, rows)[0].logits.float().cpu()
         if self.problem == "regression":
             return [{"value": base.round_score(value)} for value in logits[:, 0].tolist()]
-        has_several = self.problem == "multi_label_classification"
+        has_several = self.problem == labels.MULTI
         records: list[base.Record] = []
         for shares in (logits.sigmoid() if has_several else logits.softmax(dim=-1)).tolist():
             scores = {name: base.round_score(value) for name, value in zip(self.labels, shares, strict=True)}
             if has_several:
-                labels = [name for name, value in zip(self.labels, shares, strict=True) if value > 0.5]
-                records.append({"labels": labels, "scores": scores})
+                likely = [name for name, value in zip(self.labels, shares, strict=True) if value > 0.5]
+                records.append({"labels": likely, "scores": scores})
             else:
                 name = self.labels[int(np.argmax(shares))]
                 records.append({"label": name, "score": scores[name], "scores": scores})
@@ -215,7 +210,7 @@ class TokenClassification(base.Task):
             hint = "choose another --label-column, or tag the words"
             raise DataError(f"no word has a tag in column '{tags}'", where=raw.train.files[0], hint=hint)
         if not self.is_trained:
-            self.labels = self.in_order_of_head(declared_names(raw.train, tags) or sorted_names(distinct))
+            self.labels = self.in_order_of_head(labels.declared_names(raw.train, tags) or labels.sorted_names(distinct))
         sets = {name: self._samples(*part) for name, part in read.items()}
         return base.as_data(sets, PadCollate({**base.padding_of(self.tokenizer), "labels": IGNORED}))
 
@@ -233,19 +228,13 @@ class TokenClassification(base.Task):
     def _samples(self, part: DataPart, rows: list[tuple[list[str], list[str | None]]]) -> TokenizedSamples:
         """Tokenize rows of words and tag names. None marks a word without a tag."""
         numbers: dict[str | None, int] = {name: i for i, name in enumerate(self.labels)} | {None: IGNORED}
-        bad = BadLines(advice="")
-        for row, (_, names) in enumerate(rows):
-            unknown = next((name for name in names if name is not None and name not in numbers), None)
-            if unknown is not None:
-                error = unknown_label(unknown, self.labels)
-                bad.note_at(part.where(row), error.message, error.hint or "")
-        bad.raise_all()
+        labels.check_known(part, (names for _, names in rows), self.labels)
         encodings = self._encodings([words for words, _ in rows])
-        labels = [
+        targets = [
             _first_pieces(encoding.word_ids, [numbers[name] for name in names])
             for encoding, (_, names) in zip(encodings, rows, strict=True)
         ]
-        return TokenizedSamples({"input_ids": self._ids(part, encodings), "labels": Ragged(labels)})
+        return TokenizedSamples({"input_ids": self._ids(part, encodings), "labels": Ragged(targets)})
 
     def _ids(self, part: DataPart, encodings: Sequence[Encoding]) -> Ragged:
         return base.with_tokens(Ragged(e.ids for e in encodings), part, self._words_column(part))
@@ -298,7 +287,7 @@ class TokenClassification(base.Task):
         }
 
     def label_state_of_config(self) -> base.Record:
-        return {"labels": labels_of_model(self.model_config)}
+        return {"labels": labels.labels_of_model(self.model_config)}
 
     def inputs(self, part: DataPart) -> base.Inputs:
         column = self._words_column(part)
@@ -324,18 +313,26 @@ class TokenClassification(base.Task):
 
 def _first_pieces(word_ids: Sequence[int | None], tags: Sequence[int]) -> list[int]:
     """Return one label per token: the tag of its word for the first token of a word, else -100."""
-    labels, previous = [], None
+    targets, previous = [], None
     for word in word_ids:
-        labels.append(IGNORED if word is None or word == previous else tags[word])
+        targets.append(IGNORED if word is None or word == previous else tags[word])
         previous = word
-    return labels
+    return targets
 
 
 def _reader_of_rows(
     part: DataPart, words: str, tags: str
 ) -> Callable[[object, object], tuple[list[str], list[str | None]]]:
     """Return a function that reads the words and tags of a row. It raises an error for a row that cannot be used."""
-    names = declared_names(part, tags)
+    declared = labels.declared_names(part, tags)
+
+    def read_tag(mark: object) -> str | None:
+        if labels.is_missing_label(mark, declared):
+            return None
+        name = labels.label_name(mark, declared, tags)
+        if name is None:
+            raise DataError(f"a tag in column '{tags}' is empty", hint="words without a name have the tag O")
+        return name
 
     def read(text: object, marks: object) -> tuple[list[str], list[str | None]]:
         split = _words(text, words)
@@ -345,7 +342,7 @@ def _reader_of_rows(
         if len(split) != len(marked):
             hint = "each word needs one tag; texts are split at spaces"
             raise DataError(f"{len(split)} words have {len(marked)} tags", hint=hint)
-        return split, [_tag(mark, names, tags) for mark in marked]
+        return split, list(map(read_tag, marked))
 
     return read
 
@@ -367,12 +364,3 @@ def _in_list(value: object, column: str) -> Sequence[object]:
         hint = 'write a list, such as ["New", "York"], or a text, which is split at spaces'
         raise DataError(f"the column '{column}' holds {value!r}", hint=hint)
     return value
-
-
-def _tag(value: object, declared: Sequence[str] | None, column: str) -> str | None:
-    if is_missing_label(value, declared):
-        return None
-    name = label_name(value, declared, column)
-    if name is None:
-        raise DataError(f"a tag in column '{column}' is empty", hint="words without a name have the tag O")
-    return name

@@ -235,15 +235,15 @@ class ChoiceSamples(TokenizedSamples):
 
     @property
     def lengths(self) -> np.ndarray:
-        longest: np.ndarray = self.lengths_of("input_ids").reshape(-1, self.choices).max(axis=1)
+        longest: np.ndarray = super().lengths.reshape(-1, self.choices).max(axis=1)
         return longest
 
 
+@dataclass(frozen=True)
 class ChoiceCollate:
     """Collates samples of several rows to tensors of shape (samples, choices, tokens), padded on the right."""
 
-    def __init__(self, padding: Mapping[str, int]) -> None:
-        self._pad = PadCollate(padding)
+    padding: Mapping[str, int]
 
     def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         fields = [name for name in samples[0] if name != "labels"]
@@ -252,5 +252,8 @@ class ChoiceCollate:
             for sample in samples
             for row in zip(*(sample[name] for name in fields), strict=True)
         ]
-        batch = {name: tensor.view(len(samples), -1, tensor.shape[-1]) for name, tensor in self._pad(rows).items()}
+        batch = {
+            name: tensor.view(len(samples), -1, tensor.shape[-1])
+            for name, tensor in PadCollate(self.padding)(rows).items()
+        }
         return batch | {"labels": torch.tensor([sample["labels"] for sample in samples])}

@@ -108,10 +108,7 @@ def odds_ratio(chosen: Answers, rejected: Answers) -> torch.Tensor:
 def _log_odds(means: torch.Tensor) -> torch.Tensor:
     """Compute log(p / (1 - p)) from log p, exact for p near 0 and near 1."""
     means = means.clamp(max=-torch.finfo(means.dtype).tiny)
-    near_one = means > -0.6931472
-    small = torch.where(near_one, torch.full_like(means, -1.0), means)  # both branches need a finite derivative
-    large = torch.where(near_one, means, torch.full_like(means, -0.5))
-    return means - torch.where(near_one, torch.log(-torch.expm1(large)), torch.log1p(-torch.exp(small)))
+    return means - torch.log(-torch.expm1(means))
 
 
 def kto(
@@ -127,11 +124,6 @@ def kto(
     sign = torch.where(is_good, 1.0, -1.0)
     weight = torch.where(is_good, *weights)
     return weight * (1 - torch.sigmoid(sign * (beta * (answers.ratios - drift))))
-
-
-def reward(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood of the choice (Bradley and Terry) for rewards of shape (pairs,)."""
-    return -logsigmoid(chosen - rejected)
 
 
 Reference = Callable[[Any], AbstractContextManager[Model]]
@@ -171,12 +163,12 @@ class _Preferences(ContinuesTexts):
         )
         columns = self._prompt_columns(part)
         if self.is_unpaired:
-            return preferences.labelled_samples(name, preferences.labelled_answers_of(part, columns, reader), reader)
-        return preferences.pair_samples(name, preferences.pairs_of(part, columns, reader), reader)
+            return preferences.labelled_samples(name, preferences.labelled_answers_of(part, *columns, reader), reader)
+        return preferences.pair_samples(name, preferences.pairs_of(part, *columns, reader), reader)
 
-    def _prompt_columns(self, part: DataPart) -> preferences.PromptColumns:
-        prompt = self.column_if_any(part, "text_column", (preferences.PROMPT,))
-        return preferences.PromptColumns.of(part, prompt, self.config.data.tools_column)
+    def _prompt_columns(self, part: DataPart) -> tuple[str | None, str | None]:
+        """Return the column of prompts and the named column of tools."""
+        return self.column_if_any(part, "text_column", (preferences.PROMPT,)), self.config.data.tools_column
 
     def build_model(self) -> PreTrainedModel:
         """Build the model without dropout unless the user sets it. Both models must see the same answer."""
@@ -273,11 +265,16 @@ class Preference(_Preferences):
         """Compute KTO's drift, or ORPO's pairs per token, over the whole global batch."""
         # Summed on the device, because the host need not know them.
         totals = torch.zeros(2, dtype=torch.float64, device=workers.device)
+
+        def log_ratios(model: Model, batch: Tensors) -> tuple[torch.Tensor, int]:
+            ratios = self._answers(model, batch).ratios
+            return ratios.sum(), len(ratios)
+
         for microbatch in microbatches:
             batch = microbatch.batch
             number: torch.Tensor | int
             if self.is_unpaired:
-                value, _ = evaluate(_mismatched_answers(microbatch), self._drift_of)
+                value, _ = evaluate(_mismatched_answers(microbatch), log_ratios)
                 number = len(microbatch.samples)
             else:
                 chosen = batch["attention_mask"][: len(batch["counted"])]
@@ -289,11 +286,6 @@ class Preference(_Preferences):
         self._drift = (total / count).clamp(min=0.0) if self.is_unpaired else count / total.clamp(min=1.0)
 
     _drift = torch.zeros(())  # drift for KTO, pairs per token for ORPO
-
-    def _drift_of(self, model: Model, batch: Tensors) -> tuple[torch.Tensor, int]:
-        """Return the sum of the log-ratios of a batch, and their number."""
-        answers = self._answers(model, batch)
-        return answers.ratios.sum(), len(answers.ratios)
 
     def reference_of(self, evaluate: EvalBatch, microbatch: MicroBatch) -> list[list[float]]:
         """Return the reference's log-probabilities of the two rows of each sample.
@@ -385,7 +377,8 @@ class Reward(_Preferences):
         scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].float()
         chosen, rejected = scores.chunk(2)
         self._record_pairs(chosen.detach(), rejected.detach(), batch["counted"])
-        return (reward(chosen, rejected) * batch["counted"]).sum(), batch["counted"].sum()
+        # The negative log-likelihood of the choice (Bradley and Terry).
+        return (-logsigmoid(chosen - rejected) * batch["counted"]).sum(), batch["counted"].sum()
 
     @classmethod
     def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -395,7 +388,7 @@ class Reward(_Preferences):
         """Tokenize answers with their prompts. Each row has one answer, or a chosen and a rejected one."""
         reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
         if preferences.has_pairs(part):
-            pairs = preferences.pairs_of(part, self._prompt_columns(part), reader)
+            pairs = preferences.pairs_of(part, *self._prompt_columns(part), reader)
             answers = [[answer.rendered for answer in pair] for pair in pairs]
         else:
             columns = find_columns(part, self.config.data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection
@@ -159,7 +159,12 @@ class Encoder:
             NotEquivalent: the fast tokenizer gave other tokens than the reference.
         """
         bad = BadLines(skip=self.recipe.skip)
-        rows = [texts for number, row in self._rows(job, bad) if (texts := self._texts(row, job.path, number, bad))]
+        part: Iterable[tuple[int, files.Row]]
+        if isinstance(job.part, files.Span):  # the text of a text file belongs to the first key
+            part = files.raw_rows(job.path, self.recipe.keys[0], bad, job.part, self.recipe.text_unit)
+        else:
+            part = job.part
+        rows = [texts for number, row in part if (texts := self._texts(row, job.path, number, bad))]
         bad.raise_all(is_part=True)  # other jobs may find more
         result = Encoded(skipped=bad.skipped)
         for column in range(len(self.recipe.keys)):
@@ -169,14 +174,6 @@ class Encoder:
                 result.compared += compare(self.encode, self.reference, flat, str(job.path))
             result.columns.append(self._tokens(texts))
         return result
-
-    def _rows(self, job: EncodingJob, bad: BadLines) -> Iterator[tuple[int, files.Row]]:
-        if not isinstance(job.part, files.Span):
-            return iter(job.part)
-        if files.data_suffix(job.path) == ".txt":  # text files have no columns, so their text belongs to the first key
-            texts = files.text_documents(job.path, bad, job.part, self.recipe.text_unit)
-            return ((number, {self.recipe.keys[0]: text}) for number, text in texts)
-        return files.jsonl_rows(job.path, bad, job.part)
 
     def _texts(self, row: files.Row, path: Path, number: int, bad: BadLines) -> list[list[str]] | None:
         """Return the sentences (or the single text) of each key. None if the row cannot be used."""

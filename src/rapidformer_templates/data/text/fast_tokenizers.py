@@ -12,9 +12,9 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -26,10 +26,8 @@ COMPARED = 1 << 20
 EncodingMethod = Literal["gigatoken", "pieces", "whole"]
 
 
-class Encode(Protocol):
-    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids of all texts one after another, number of ids of each text), without special tokens."""
-        ...
+Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+"""Returns (ids of all texts one after another, number of ids of each text), without special tokens."""
 
 
 class NotEquivalent(Exception):

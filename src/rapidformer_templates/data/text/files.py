@@ -395,6 +395,18 @@ def _no_text(path: str, base: Path, flag: str, *, exists: bool) -> DataError:
     return DataError(f"{path} does not exist", where=flag, hint=did_you_mean(path, siblings, kinds))
 
 
+def raw_rows(
+    path: Path, column: str, bad: BadLines, span: Span | None = None, unit: TextUnit = "paragraph"
+) -> Iterator[tuple[int, Row]]:
+    """Yield (line, row) for each row of a file of raw text or of a part of it.
+
+    A text file has no columns. Each of its documents is a row with the text in ``column``.
+    """
+    if data_suffix(path) == ".txt":
+        return ((number, {column: text}) for number, text in text_documents(path, bad, span, unit))
+    return jsonl_rows(path, bad, span) if span else ROW_READERS[data_suffix(path)](path, bad)
+
+
 def documents(
     path: Path, column: str, bad: BadLines, unit: TextUnit = "paragraph", flag: str = "--text-column"
 ) -> Iterator[str]:
@@ -403,10 +415,7 @@ def documents(
     ``unit`` defines the documents of a ``.txt`` file. ``.jsonl``, ``.parquet`` and the other formats have one document
     per row in ``column``. Empty documents are left out. ``flag`` is the flag that names the column, for messages.
     """
-    if data_suffix(path) == ".txt":
-        yield from (text for _, text in text_documents(path, bad, unit=unit))
-        return
-    for number, row in ROW_READERS[data_suffix(path)](path, bad):
+    for number, row in raw_rows(path, column, bad, unit=unit):
         text = row.get(column)
         if not isinstance(text, str):
             note_column(row, column, flag, path, number, bad)

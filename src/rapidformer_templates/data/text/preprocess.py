@@ -11,10 +11,10 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -197,7 +197,7 @@ def split_files(
     *,
     unit: TextUnit = "paragraph",
     check_all: bool = False,
-) -> Iterator[EncodingJob]:
+) -> Generator[EncodingJob]:
     """Yield the jobs of a corpus in order. For the arguments see :func:`preprocess`."""
     number = 0
     for path in files:
@@ -245,8 +245,12 @@ def _row_parts(path: Path, keys: Sequence[str], chunk_size: int) -> Iterator[tup
         yield rows, round(len(rows) * row_bytes)
 
 
-def encoded(jobs: Iterator[EncodingJob], recipe: EncodingRecipe, workers: int) -> Iterator[tuple[EncodingJob, Encoded]]:
+def encoded(
+    jobs: Generator[EncodingJob], recipe: EncodingRecipe, workers: int
+) -> Iterator[tuple[EncodingJob, Encoded]]:
     """Yield each job with its result, in order. The number of jobs in progress is limited.
+
+    Worker processes also end if this process ends in any way.
 
     Raises:
         WorkerFailed: a worker exited too early.
@@ -255,33 +259,26 @@ def encoded(jobs: Iterator[EncodingJob], recipe: EncodingRecipe, workers: int) -
         encoder = Encoder(recipe)
         yield from ((job, encoder(job)) for job in jobs)
         return
-    pending: deque[tuple[EncodingJob, Future[Encoded]]] = deque()
-    with _pool(recipe, workers) as pool, closing(jobs):  # type: ignore[type-var]
-        try:
-            for job in jobs:
-                pending.append((job, pool.submit(work, job)))
-                if len(pending) >= AHEAD * workers:
-                    job, future = pending.popleft()
-                    yield job, future.result()
-            while pending:
-                job, future = pending.popleft()
-                yield job, future.result()
-        except BrokenProcessPool as error:
-            hint = "usually memory ran out: use fewer --workers or a smaller --chunk-size, and run it again"
-            message = "a worker process was killed; nothing was written"
-            raise WorkerFailed(message, where="data preprocess", hint=hint) from error
-
-
-@contextmanager
-def _pool(recipe: EncodingRecipe, workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Run worker processes inside the context. They also end if this process ends in any way."""
     # Start fresh processes. A fork would copy the locks of this process's threads, and its end of the pipe.
     context = multiprocessing.get_context("spawn")
     alive, own_end = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(workers, context, start_worker, (recipe, alive))
+    pending: deque[tuple[EncodingJob, Future[Encoded]]] = deque()
     try:
-        yield pool
+        for job in jobs:
+            pending.append((job, pool.submit(work, job)))
+            if len(pending) >= AHEAD * workers:
+                job, future = pending.popleft()
+                yield job, future.result()
+        while pending:
+            job, future = pending.popleft()
+            yield job, future.result()
+    except BrokenProcessPool as error:
+        hint = "usually memory ran out: use fewer --workers or a smaller --chunk-size, and run it again"
+        message = "a worker process was killed; nothing was written"
+        raise WorkerFailed(message, where="data preprocess", hint=hint) from error
     finally:
+        jobs.close()
         own_end.close()
         pool.shutdown(cancel_futures=True)
         alive.close()
