@@ -211,6 +211,7 @@ def test_a_sample_depends_on_seed_and_position_only(tokenizer: BertTokenizer, tm
         assert all(np.array_equal(sample[name], backwards[position][name]) for name in sample)
     other = make(dataset, mask, seed=8)
     assert any(not np.array_equal(pairs[p]["input_ids"], other[p]["input_ids"]) for p in range(5))
+    assert np.array_equal(pairs[-1]["input_ids"], pairs[len(pairs) - 1]["input_ids"])
 
 
 def test_masks_hide_tokens_of_the_pair(tokenizer: BertTokenizer, no_mask: MaskTokens, tmp_path: Path) -> None:

@@ -144,6 +144,8 @@ class Blend:
         return self.samples
 
     def __getitem__(self, position: int) -> object:
+        if position < 0:
+            position = range(len(self))[position]
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[object]:

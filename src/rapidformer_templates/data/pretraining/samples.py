@@ -70,6 +70,8 @@ class GPTSamples:
         return self.samples
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray]:
+        if position < 0:
+            position = range(self.samples)[position]
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[dict[str, np.ndarray]]:
@@ -283,6 +285,8 @@ class SentencePairs:
         return len(self.chunks)
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray | int]:
+        if position < 0:
+            position = range(len(self))[position]
         first, end, target = self.chunks[self._orders[position // len(self)][position % len(self)]].tolist()
         generator = np.random.default_rng((self.seed, Stream.PAIR_SAMPLES, position))
         border = int(generator.integers(first + 1, end))
