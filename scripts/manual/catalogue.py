@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rapidformer_templates.commands.catalogue import CompatibilityTable, compatibility, flags_of
+from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import DOCUMENTS, OWN, REGISTRY, in_words, sources_of
-from rapidformer_templates.planning.switch import TEMPLATES, Rule, Switch, spell
+from rapidformer_templates.planning.switch import TEMPLATES, Rule, Switch
 
 MARKS = ("<!-- made by make docs -->", "<!-- end of what is made -->")
 

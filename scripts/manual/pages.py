@@ -14,12 +14,13 @@ from typing import Any
 import rapidformer_templates
 from rapidformer_templates.commands.catalogue import MATRIX_MACHINE, compatibility, explanation, with_additions
 from rapidformer_templates.commands.plan import PlanFlags
+from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_parser import build_parser
 from rapidformer_templates.planning.registry import DOCUMENTS, REGISTRY, in_words, sources_of, switch_options
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import apply, choose_template
-from rapidformer_templates.planning.switch import FORECAST, TEMPLATES, Request, Rule, Switch, spell
+from rapidformer_templates.planning.switch import FORECAST, TEMPLATES, Request, Rule, Switch
 from scripts.manual.catalogue import table
 
 ACTS = "The switch changes memory or time. The loss and the weights stay the same as without it."

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.errors import ConfigError, Suggestion, lines_of
+from rapidformer_templates.planning.changes import ADD, Change
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
 from rapidformer_templates.planning.flag_parser import CommandParser, parse
 from rapidformer_templates.planning.registry import REGISTRY, in_words
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import apply, nearest, to_suggestion
-from rapidformer_templates.planning.switch import ADD, TEMPLATES, Change, Request, Rule, Switch
+from rapidformer_templates.planning.switch import TEMPLATES, Request, Rule, Switch
 from rapidformer_templates.system.terminal import console
 
 # The matrix shows which switches work together, not what this machine has. So it assumes eight GPUs and all packages.

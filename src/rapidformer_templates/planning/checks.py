@@ -7,21 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rapidformer_templates.planning.changes import Change, drop, move, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.request import optimizer_facts
-from rapidformer_templates.planning.switch import (
-    TEMPLATES,
-    Change,
-    Finding,
-    Measured,
-    Request,
-    Resource,
-    RuleList,
-    Switch,
-    drop,
-    move,
-    replace,
-)
+from rapidformer_templates.planning.switch import TEMPLATES, Finding, Measured, Request, Resource, RuleList, Switch
 
 PARTITIONING = "partitioning"  # the family of switches that divide the model's states over the workers
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rapidformer_templates.errors import ConfigError, DataError, MistakeCollector, did_you_mean
+from rapidformer_templates.planning.changes import Change, add, drop, replace
 from rapidformer_templates.planning.checks import Given, clash, needs
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_values import Interval, mixture_of
-from rapidformer_templates.planning.switch import Change, Finding, Request, RuleList, Switch, add, drop, replace
+from rapidformer_templates.planning.switch import Finding, Request, RuleList, Switch
 from rapidformer_templates.planning.tasks import TASKS, TaskFacts, tasks_with
 
 DATA_RULES = RuleList()

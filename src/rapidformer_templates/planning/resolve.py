@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from rapidformer_templates.errors import Diagnostic, Refused, Suggestion
+from rapidformer_templates.planning.changes import REPLACE, WITHOUT, Change, drop, spell
 from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.settings import file_schedule
@@ -32,7 +33,7 @@ from rapidformer_templates.planning.request import (
     precision,
     wide_weights,
 )
-from rapidformer_templates.planning.switch import REPLACE, WITHOUT, Change, Request, Resource, Switch, drop, spell
+from rapidformer_templates.planning.switch import Request, Resource, Switch
 
 SINGLE_ENGINE = "rapidformer_templates.engines.local:SingleEngine"
 DDP_ENGINE = "rapidformer_templates.engines.local:DDPEngine"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rapidformer_templates.errors import alike
+from rapidformer_templates.planning.changes import REPLACE, Change, add, drop, replace
 from rapidformer_templates.planning.checks import ENCODER_DECODER, Given, clash, needs, one_claim
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.settings import file_schedule
@@ -16,17 +17,7 @@ from rapidformer_templates.planning.flag_values import TRACKERS, TRACKERS_INSTAL
 from rapidformer_templates.planning.optimizers import BETAS
 from rapidformer_templates.planning.request import optimizer_facts
 from rapidformer_templates.planning.schedules import SHAPING, STYLES, WARMUPS, warmup_steps
-from rapidformer_templates.planning.switch import (
-    REPLACE,
-    Change,
-    Finding,
-    Request,
-    Resource,
-    RuleList,
-    add,
-    drop,
-    replace,
-)
+from rapidformer_templates.planning.switch import Finding, Request, Resource, RuleList
 from rapidformer_templates.planning.tasks import direction_of, metrics_of, tasks_with
 
 RULES = RuleList()

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 from rapidformer_templates.errors import OutOfMemory, Refused, counted, is_out_of_memory
+from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.switch import spell
 
 PARTITIONING = ("oss", "oss_sdp", "fsdp", "zero_1", "zero_2", "zero_3")
 

@@ -7,19 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rapidformer_templates.planning.changes import drop
 from rapidformer_templates.planning.checks import Given, clash
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import (
-    Finding,
-    Measured,
-    Precedence,
-    Prediction,
-    Request,
-    RuleList,
-    Switch,
-    drop,
-)
+from rapidformer_templates.planning.switch import Finding, Measured, Precedence, Prediction, Request, RuleList, Switch
 
 if TYPE_CHECKING:
     from rapidformer_templates.engines.assembly import Assembly, Building

@@ -9,20 +9,11 @@ from dataclasses import dataclass
 
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.errors import counted
+from rapidformer_templates.planning.changes import add, replace
 from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.config import COMMAND_LINE, spelling
 from rapidformer_templates.planning.flag_values import Epochs
-from rapidformer_templates.planning.switch import (
-    Finding,
-    Measured,
-    Precedence,
-    Prediction,
-    Request,
-    RuleList,
-    Switch,
-    add,
-    replace,
-)
+from rapidformer_templates.planning.switch import Finding, Measured, Precedence, Prediction, Request, RuleList, Switch
 
 
 @dataclass(frozen=True)

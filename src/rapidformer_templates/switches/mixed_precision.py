@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import needs_template, shown
 from rapidformer_templates.planning.environment import AMPERE
 from rapidformer_templates.planning.flags import flag
@@ -22,7 +23,6 @@ from rapidformer_templates.planning.switch import (
     RuleList,
     Switch,
     always,
-    replace,
 )
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rapidformer_templates.planning import checks
+from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.checks import OFFLOAD_RULES, Given
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizers import CPU_ADAM
@@ -18,7 +19,6 @@ from rapidformer_templates.planning.switch import (
     Resource,
     RuleList,
     Switch,
-    add,
     always,
 )
 

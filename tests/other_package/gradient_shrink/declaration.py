@@ -3,15 +3,7 @@
 from dataclasses import dataclass
 
 from rapidformer_templates import flag
-from rapidformer_templates.planning.switch import (
-    Finding,
-    Measured,
-    Precedence,
-    Prediction,
-    Request,
-    Rule,
-    Switch,
-)
+from rapidformer_templates.planning.switch import Finding, Measured, Precedence, Prediction, Request, Rule, Switch
 
 
 @dataclass(frozen=True)

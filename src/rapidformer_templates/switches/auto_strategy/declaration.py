@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.checks import Given, clash, needs, needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import (
-    Finding,
-    Measured,
-    Precedence,
-    Prediction,
-    Request,
-    RuleList,
-    Switch,
-    add,
-)
+from rapidformer_templates.planning.switch import Finding, Measured, Precedence, Prediction, Request, RuleList, Switch
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.checks import Given, clash, needs_template, shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -18,8 +19,6 @@ from rapidformer_templates.planning.switch import (
     RuleList,
     Switch,
     always,
-    drop,
-    replace,
 )
 from rapidformer_templates.planning.tasks import tasks_with
 

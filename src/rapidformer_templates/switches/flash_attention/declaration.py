@@ -7,22 +7,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.planning.changes import REPLACE, Change
 from rapidformer_templates.planning.checks import Given, clash, shown
 from rapidformer_templates.planning.environment import AMPERE
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import AttentionKernel
 from rapidformer_templates.planning.request import precision
-from rapidformer_templates.planning.switch import (
-    REPLACE,
-    Change,
-    Finding,
-    Measured,
-    Precedence,
-    Prediction,
-    Request,
-    RuleList,
-    Switch,
-)
+from rapidformer_templates.planning.switch import Finding, Measured, Precedence, Prediction, Request, RuleList, Switch
 
 FUSED = re.compile("flash|efficient|cudnn")
 """Matches the names of operators that compute attention without a matrix of scores."""

@@ -9,22 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import Given, clash, needs
 from rapidformer_templates.planning.environment import DEVICE_KINDS
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
-from rapidformer_templates.planning.switch import (
-    Finding,
-    Measured,
-    Precedence,
-    Prediction,
-    Request,
-    RuleList,
-    Switch,
-    add,
-    drop,
-    replace,
-)
+from rapidformer_templates.planning.switch import Finding, Measured, Precedence, Prediction, Request, RuleList, Switch
 
 NAME = "fp8-products"
 ADA = (8, 9)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from rapidformer_templates.errors import counted
 from rapidformer_templates.planning import checks
+from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import Dimension, EngineOptions, shards_of_experts
 from rapidformer_templates.planning.request import precision
@@ -21,10 +22,7 @@ from rapidformer_templates.planning.switch import (
     Resource,
     RuleList,
     Switch,
-    add,
     always,
-    drop,
-    replace,
 )
 
 

@@ -11,11 +11,10 @@ from typing import Literal
 from rapidformer_templates.errors import counted
 from rapidformer_templates.planning import checks
 from rapidformer_templates.planning.balance import balanced_cut
+from rapidformer_templates.planning.changes import REPLACE, Change, add, drop, replace, spell
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE
 from rapidformer_templates.planning.switch import (
-    REPLACE,
-    Change,
     Finding,
     Measured,
     Precedence,
@@ -24,10 +23,6 @@ from rapidformer_templates.planning.switch import (
     Resource,
     RuleList,
     Switch,
-    add,
-    drop,
-    replace,
-    spell,
 )
 from rapidformer_templates.switches.layout.expert_switch import EXPERT_PARALLEL
 from rapidformer_templates.switches.layout.tensor_styles import KNOWN, PLANS, styles_in_transformers

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rapidformer_templates.errors import counted
 from rapidformer_templates.planning import checks
+from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Dimension
 from rapidformer_templates.planning.switch import (
@@ -19,8 +20,6 @@ from rapidformer_templates.planning.switch import (
     RuleList,
     Switch,
     always,
-    drop,
-    replace,
 )
 from rapidformer_templates.switches.mixture_of_experts.declaration import UNDIVIDED, has_experts_to_use
 

@@ -7,22 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import Given, clash, needs
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import (
-    Finding,
-    Measured,
-    Precedence,
-    Prediction,
-    Request,
-    RuleList,
-    Switch,
-    add,
-    drop,
-    replace,
-)
+from rapidformer_templates.planning.switch import Finding, Measured, Precedence, Prediction, Request, RuleList, Switch
 
 CODES = ("int8", "nf4", "int4")
 DIVIDING = ("deepspeed-config", "tensor-parallel")

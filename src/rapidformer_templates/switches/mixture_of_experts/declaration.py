@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rapidformer_templates.models.model_files import CONVERTED, OWN_EXPERTS
+from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -19,9 +20,6 @@ from rapidformer_templates.planning.switch import (
     Request,
     RuleList,
     Switch,
-    add,
-    drop,
-    replace,
 )
 
 _option = partial(flag, only_with=("num_experts", 8))

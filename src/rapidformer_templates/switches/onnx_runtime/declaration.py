@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import ENCODER_DECODER, Given, clash
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
@@ -19,7 +20,6 @@ from rapidformer_templates.planning.switch import (
     RuleList,
     Switch,
     always,
-    replace,
 )
 
 INSTALL = "pip install 'rapidformer_templates[onnx]'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS
@@ -19,7 +20,6 @@ from rapidformer_templates.planning.switch import (
     Resource,
     RuleList,
     Switch,
-    replace,
 )
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.errors import alike
+from rapidformer_templates.planning.changes import Change, replace
 from rapidformer_templates.planning.checks import Given, clash
 from rapidformer_templates.planning.environment import compile_backends
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Change,
     Finding,
     Measured,
     Precedence,
@@ -21,7 +21,6 @@ from rapidformer_templates.planning.switch import (
     RuleList,
     Switch,
     always,
-    replace,
 )
 
 DEFAULT = "inductor"

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from rapidformer_templates.planning import checks
+from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.deepspeed_file import file as ds_file
 from rapidformer_templates.planning.deepspeed_file import settings as ds_settings
 from rapidformer_templates.planning.flags import flag
@@ -26,7 +27,6 @@ from rapidformer_templates.planning.switch import (
     Resource,
     RuleList,
     Switch,
-    add,
 )
 from rapidformer_templates.switches.zero.compiled_parts import ENGINE, INSTALL
 from rapidformer_templates.switches.zero.file_check import deepspeed_problems
