@@ -59,6 +59,7 @@ class Says:
             text = text.replace(value, name)
         # The identity of a cached corpus depends on the times of its files. Python versions quote choices differently.
         text = re.sub(r"\b[0-9a-f]{24}\b", "IDENTITY", text)
+        text = re.sub(r"\bjobs\.py:\d+", "jobs.py:LINE", text)
         text = re.sub(r"(invalid choice: .*) \(choose from .*\)", r"\1 (…)", text)
         self.said.append("\n".join(line.rstrip() for line in text.strip().splitlines()))
 
