@@ -238,18 +238,24 @@ class WorkerProcesses:
         self._files = [folder / f"error-{rank}.json" for rank in range(len(environments))]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._noticed: dict[int, float] = {}
-        for environment, file in zip(environments, self._files, strict=True):
-            variables = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
-            if self._output:
-                variables["PYTHONUNBUFFERED"] = "1"  # Python would buffer output to a file
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **environment, **variables},
-                start_new_session=True,
-                stdout=self._output.stdout if self._output else None,
-                stderr=self._output.stderr if self._output else None,
-            )
-            self._processes.append(process)
+        try:
+            for environment, file in zip(environments, self._files, strict=True):
+                self._processes.append(self._started(command, environment, file))
+        except OSError:  # not enough memory or process ids for one more process
+            self.kill()
+            raise
+
+    def _started(self, command: Sequence[str], environment: Mapping[str, str], file: Path) -> subprocess.Popen[bytes]:
+        variables = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
+        if self._output:
+            variables["PYTHONUNBUFFERED"] = "1"  # Python would buffer output to a file
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **environment, **variables},
+            start_new_session=True,
+            stdout=self._output.stdout if self._output else None,
+            stderr=self._output.stderr if self._output else None,
+        )
 
     def wait(self, stop: StopSignal) -> None:
         """Wait for all workers. Signals are passed on, and a repeated request kills the workers.
