@@ -48,7 +48,8 @@ class Sentiment(Finetuner):
 
     def build_model(self) -> Any:
         folder = str(self.config.model.pretrained_model_name_or_path)
-        return AutoModelForSequenceClassification.from_pretrained(folder, id2label=dict(enumerate(LABELS)))
+        names = dict(enumerate(LABELS))
+        return AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32", id2label=names)
 
     def compute_loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits

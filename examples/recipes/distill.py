@@ -115,7 +115,8 @@ class Distill(Trainer):
             self.teacher = self.build_teacher()
             self.words = self.teacher.config.vocab_size
             return data
-        sets = {"train": data.train} | {f"valid {name}": samples for name, samples in data.validation_sets().items()}
+        valid = {f"valid {name}": samples for name, samples in data.validation_sets().items()}
+        sets = {"train": data.train, **valid} | ({"test": data.test} if data.test else {})
         identity = {
             "teacher": str(self.flags.teacher), "temperature": str(self.flags.temperature),
             "top-k": str(self.flags.top_k), **{name: digest(samples) for name, samples in sets.items()},
@@ -125,14 +126,15 @@ class Distill(Trainer):
         with safe_open(file, "pt") as opened:
             stored = opened.metadata()
         self.words = int(stored.pop("words"))
-        if stored != identity:
-            other = ", ".join(name for name in identity if stored.get(name) != identity[name])
+        if other := [name for name in identity if stored.get(name) != identity[name]]:
+            message = f"{file} was made with another {', '.join(other)}"
             hint = "name another file, or delete this one"
-            raise RapidformerError(f"{file} was made with another {other}", where="--teacher-logits", hint=hint)
+            raise RapidformerError(message, where="--teacher-logits", hint=hint)
         logits = load_file(file)
-        train, *valid = (WithTeacher(samples, logits, name) for name, samples in sets.items())
-        named = dict(zip(data.validation_sets(), valid, strict=True))
-        return replace(data, train=train, valid=named, collate=partial(collate_with_teacher, data.collate))
+        wrapped = {name: WithTeacher(samples, logits, name) for name, samples in sets.items()}
+        named = {name: wrapped[f"valid {name}"] for name in data.validation_sets()}
+        collate = partial(collate_with_teacher, data.collate)
+        return replace(data, train=wrapped["train"], valid=named, test=wrapped.get("test"), collate=collate)
 
     def build_teacher(self) -> nn.Module:
         """Return the teacher. Each worker has all of it, also if the engine divides the student."""

@@ -102,7 +102,7 @@ class Embeddings(Trainer):
     def build_model(self) -> nn.Module:
         folder = self.config.model.pretrained_model_name_or_path
         if folder is not None:
-            model = AutoModel.from_pretrained(folder)
+            model = AutoModel.from_pretrained(folder, dtype="float32")
             if hasattr(model, "pooler"):
                 model.pooler = None  # the mean over the tokens replaces it
             return model

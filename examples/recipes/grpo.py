@@ -67,7 +67,8 @@ def reward(prompt: str, completion: str) -> float:
 def load(folder: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load the policy and its tokenizer. Without a folder, make a tiny GPT that has read sums with mistakes."""
     if folder:
-        return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")  # also if the folder has bf16
+        return model, AutoTokenizer.from_pretrained(folder)
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<pad>", "<end>", *"0123456789+="])}))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")

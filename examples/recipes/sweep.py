@@ -18,14 +18,17 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from rapidformer_templates import Callback, Data, Finetuner, flag
+from rapidformer_templates import Callback, Data, Finetuner, RapidformerError, flag
+from rapidformer_templates.errors import NonFiniteLoss
 
 if importlib.util.find_spec("optuna") is None:
     sys.exit("error: this search needs Optuna\n  help   pip install optuna")
 
 import optuna
+from optuna.trial import TrialState
 
 DEFAULTS: dict[str, Any] = {"epochs": 3, "micro_batch_size": 16, "eval_interval": 16, "log_interval": 64}
+PRUNED = "the study has pruned this trial"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class MyTask(Finetuner):
         samples = [{"input_ids": row, "labels": (row < 50).sum() > 4} for row in tokens]
         return Data(train=samples[:1024], valid=samples[1024:])
 
-    def build_model(self) -> nn.Module:  # in your task: BertForSequenceClassification.from_pretrained(FOLDER)
+    def build_model(
+        self,
+    ) -> nn.Module:  # in your task: BertForSequenceClassification.from_pretrained(FOLDER, dtype="float32")
         config = BertConfig(
             vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
@@ -76,32 +81,45 @@ class Prune(Callback):
         if trainer.is_main:
             self.trial.report(metrics["eval_loss"], step)
             if self.trial.should_prune():
-                trainer.stop("the study has pruned this trial")
+                trainer.stop(PRUNED)
 
 
 def search(argv: list[str], sampler: optuna.samplers.BaseSampler | None = None) -> optuna.Study:
     """Run the trials that are missing, and return the study."""
-    flags = MyTask(argv).flags
+    config = MyTask(argv).config
+    flags: SweepFlags = config.user
     Path(flags.study).mkdir(parents=True, exist_ok=True)
     storage = optuna.storages.RDBStorage(f"sqlite:///{flags.study}/study.db")
     study = optuna.create_study(
-        storage=storage, sampler=sampler or optuna.samplers.TPESampler(seed=0), study_name="sweep", load_if_exists=True,
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=3), direction="minimize",
+        storage=storage, study_name="sweep", load_if_exists=True, direction="minimize",
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )  # fmt: skip
+    # A study that continues needs another seed: with the first one, it would try the first values again.
+    study.sampler = sampler or optuna.samplers.TPESampler(seed=len(study.trials))
 
     def objective(trial: optuna.Trial) -> float:
-        folder = f"{flags.study}/trial-{trial.number}"
-        task = MyTask(argv, callbacks=[Prune(trial)], **DEFAULTS, **suggest(trial), save=folder)
-        summary = task.fit(workers=task.config.launch.nproc_per_node)
-        if summary["stopped_early"]:
+        values = {**suggest(trial), "save": f"{flags.study}/trial-{trial.number}"}
+        for name in values:
+            if config.origin(name) != "default":
+                message = f"the search sets --{name.replace('_', '-')} for each trial"
+                raise RapidformerError(message, where=config.origin(name), hint="leave it out, or change suggest()")
+        task = MyTask(argv, callbacks=[Prune(trial)], **DEFAULTS, **values)
+        try:
+            summary = task.fit(workers=task.config.launch.nproc_per_node)
+        except NonFiniteLoss as error:  # the learning rate is too high
+            raise optuna.TrialPruned from error
+        if PRUNED in (summary["stopped_early"] or ""):
             raise optuna.TrialPruned
         return summary["metrics"]["eval_loss"]
 
-    done = [trial for trial in study.trials if trial.state.is_finished()]
+    done = study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
     study.optimize(objective, n_trials=max(0, flags.trials - len(done)))
     return study
 
 
 if __name__ == "__main__":
-    best = search(sys.argv[1:]).best_trial
+    study = search(sys.argv[1:])
+    if not study.get_trials(states=(TrialState.COMPLETE,)):
+        sys.exit("error: no trial is complete\n  help   start again with more --trials")
+    best = study.best_trial
     print(f"best trial {best.number}: eval_loss {best.value:.4f} with {best.params}")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,25 @@ def test_folders_of_a_user(folder: Path, tmp_path: Path) -> None:
     train("distill", "Distill", stored)
     shutil.rmtree(teacher)
     parity.assert_follows(train("distill", "Distill", stored), with_teacher, weights=(1e-4, 1e-6))
+
+
+def test_other_parts_are_evaluated_with_stored_words(folder: Path, tmp_path: Path) -> None:
+    """Their perplexity is that of transformers. A run without the test part reads the same file."""
+    data = shutil.copytree(folder, tmp_path / "data")
+    write_jsonl(data / "test.jsonl", [{"text": text} for text in DOCUMENTS[12:20]])
+    teacher = ["--teacher", str(folder / "large"), "--evaluate-test", "--eval-data-name", "hard=train.jsonl"]
+    flags, logits = _real(data, *teacher, "--save"), ["--teacher-logits", str(tmp_path / "file"), "--top-k", "100000"]
+    with_teacher = train("distill", "Distill", [*flags, str(tmp_path / "plain")])["summary"]["metrics"]
+    metrics = train("distill", "Distill", [*flags, str(tmp_path / "stored"), *logits])["summary"]["metrics"]
+    assert metrics.keys() >= {"test/loss", "test/perplexity", "hard/perplexity"}
+    assert metrics == pytest.approx(with_teacher, rel=1e-4)
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "stored/export").eval()
+    plain = distill.Distill([*flags, str(tmp_path)]).build_data()
+    rows = [plain.collate([sample]) for sample in plain.test]
+    counts = [int((row["labels"][:, 1:] != -100).sum()) for row in rows]
+    losses = [float(model(**row).loss) * count for row, count in zip(rows, counts, strict=True)]
+    assert metrics["test/perplexity"] == pytest.approx(exp(sum(losses) / sum(counts)), rel=1e-4)
+    train("distill", "Distill", [*_real(data, *teacher[:2], "--eval-data-name", "hard=train.jsonl"), *logits])
 
 
 def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:

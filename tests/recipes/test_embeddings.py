@@ -2,13 +2,14 @@
 
 import json
 import random
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from tests.support import parity
 from tests.support.programs import one_thread, run_script
@@ -143,6 +144,18 @@ def test_a_worker_without_samples_adds_no_negatives(name: str, texts: list[str])
     found = train_in_workers(2, "embeddings", "Embeddings", {name: [*flags, *layout(name)]})[name]
     assert len(whole["curve"]) == 3
     parity.assert_follows(found, whole, weights=(1e-4, 1e-6))
+
+
+def test_a_folder_with_bf16_is_trained_in_fp32(texts: list[str], tmp_path: Path) -> None:
+    """The steps are those of a folder with the same weights in fp32."""
+    folder = texts[-1]
+    runs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        copy = shutil.copytree(folder, tmp_path / str(dtype))
+        AutoModel.from_pretrained(folder, dtype=torch.bfloat16).to(dtype).save_pretrained(copy)
+        flags = [*texts[:-1], str(copy), "--train-iters", "3", "--lr", "1e-3", "--micro-batch-size", "16"]
+        runs.append(train("embeddings", "Embeddings", flags)["curve"])
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.longer

@@ -1,6 +1,7 @@
 """The GRPO recipe: its loss is TRL's, it samples from the model, and each layout trains on the same completions."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,16 @@ def test_the_loss_and_its_gradient_are_those_of_trl(policy: Path, tmp_path: Path
     assert float(peer._metrics["train"]["clip_ratio/region_mean"][-1]) > 0.1
     assert float(ours.loss) == pytest.approx(float(theirs), abs=1e-6)
     assert float(ours.grad_norm) == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_a_folder_with_bf16_is_trained_in_fp32(policy: Path, tmp_path: Path) -> None:
+    """The rounds are those of a folder with the same weights in fp32."""
+    for name, dtype in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
+        shutil.copytree(policy, tmp_path / name)
+        model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).to(dtype)
+        model.save_pretrained(tmp_path / name)
+    bf16, fp32 = (_train(None, tmp_path / name, tmp_path / f"{name}-run") for name in ("bf16", "fp32"))
+    assert bf16 == fp32
 
 
 def test_advantages_are_relative_to_the_group() -> None:
