@@ -406,7 +406,13 @@ def _generated(workers: Any, flags: str) -> Any:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("flags", ["", "--fsdp-memory-optimization", "--tensor-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "", "--fsdp-memory-optimization", "--tensor-model-parallel-size 2", "--context-parallel-size 2",
+        "--context-parallel-size 2 --context-parallel-kind ring",
+    ],
+)  # fmt: skip
 def test_sessions_generate_texts_of_different_lengths(flags: str) -> None:
     """The expected texts are those of repeated forwards of a single model."""
     with compose(own_loop.build_model, lr=1e-2, micro_batch_size=4, argv=CPU) as alone:

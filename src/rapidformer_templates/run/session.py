@@ -353,6 +353,8 @@ class Session:
             message = "a pipeline cannot generate texts, because no worker has the whole model"
             hint = "divide the model by tensor parallelism or FSDP instead"
             raise ConfigError(message, where="session.generate()", hint=hint)
+        if self.workers.context > 1:
+            arguments["use_cache"] = False  # each worker would keep the keys of its part only
         model: Any = self.model
         with evaluating(self.model), self.precision():
             return model.generate(synced_gpus=self.workers.world > 1, **arguments)
