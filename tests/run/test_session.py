@@ -406,7 +406,13 @@ def _generated(workers: Any, flags: str) -> Any:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("flags", ["", "--fsdp-memory-optimization", "--tensor-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "", "--fsdp-memory-optimization", "--tensor-model-parallel-size 2", "--context-parallel-size 2",
+        "--context-parallel-size 2 --context-parallel-kind ring",
+    ],
+)  # fmt: skip
 def test_sessions_generate_texts_of_different_lengths(flags: str) -> None:
     """The expected texts are those of repeated forwards of a single model."""
     with compose(own_loop.build_model, lr=1e-2, micro_batch_size=4, argv=CPU) as alone:
@@ -417,6 +423,46 @@ def test_sessions_generate_texts_of_different_lengths(flags: str) -> None:
                 expected = torch.cat([expected, following[:, None]], 1)
             assert torch.equal(texts, expected)
             assert trains
+
+
+def _sampled(workers: Any, flags: str, folder: str) -> list[list[int]]:
+    """Return tokens of two calls, of the next after a save, of the same after a load, and of another session."""
+    prompts = own_loop.TOKENS[:1, :3]
+
+    def texts(session: Any) -> list[int]:
+        mask = torch.ones_like(prompts)
+        sampled = session.generate(
+            input_ids=prompts, attention_mask=mask, do_sample=True, max_length=20, eos_token_id=0
+        )
+        return sampled[0].tolist()
+
+    def build() -> nn.Module:
+        model: Any = own_loop.build_model()
+        model.transformer.drop.p = model.transformer.h[0].attn.attn_dropout.p = 0.1
+        return model
+
+    argv = [*CPU, *flags.split()]
+    with compose(build, lr=1e-9, micro_batch_size=4, argv=argv) as session:
+        found = [texts(session), texts(session)]
+        session.step([own_loop.collate(torch.arange(4))])
+        session.save(folder)
+        found.append(texts(session))
+        session.load(folder)
+        found.append(texts(session))
+    with compose(build, lr=1e-9, micro_batch_size=4, argv=argv) as session:
+        return [*found, texts(session)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--context-parallel-size 2"])
+def test_each_call_samples_other_tokens_from_the_seed(flags: str, tmp_path: Path) -> None:
+    both = run_in_workers(2, _sampled, flags, str(tmp_path))
+    for first, second, third, loaded, again in both:
+        assert first != second != third != first
+        assert loaded == third
+        assert again == first
+    assert (both[0] == both[1]) == bool(flags)
+    assert flags or both[0][0] != both[1][0]
 
 
 @pytest.mark.distributed

@@ -28,6 +28,7 @@ from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.engines.step import Step
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, OutOfMemory
 from rapidformer_templates.models.architectures import has_chosen_frequencies
+from rapidformer_templates.models.blocks import in_eval_mode
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flag_values import Epochs
@@ -341,10 +342,11 @@ class Session:
 
     @torch.no_grad()
     def generate(self, **arguments: object) -> Any:
-        """Return the result of the ``generate`` of a transformers model, in evaluation mode and without side effects.
+        """Return the result of the ``generate`` of a transformers model, in evaluation mode.
 
         Call it on every worker, each with its own prompts. Workers that divide the parameters wait for each other until
-        the longest text is complete.
+        the longest text is complete. Sampling advances torch's random state, which :meth:`save` stores: each call draws
+        other tokens, and so do workers of other replicas. The workers of one replica draw the same.
 
         Raises:
             ConfigError: a pipeline has no whole model on any worker.
@@ -353,8 +355,10 @@ class Session:
             message = "a pipeline cannot generate texts, because no worker has the whole model"
             hint = "divide the model by tensor parallelism or FSDP instead"
             raise ConfigError(message, where="session.generate()", hint=hint)
+        if self.workers.context > 1:
+            arguments["use_cache"] = False  # each worker would keep the keys of its part only
         model: Any = self.model
-        with evaluating(self.model), self.precision():
+        with in_eval_mode(self.model), self.precision():
             return model.generate(synced_gpus=self.workers.world > 1, **arguments)
 
     def precision(self) -> AbstractContextManager[object]:

@@ -109,6 +109,7 @@ def _shards(workers: Workers) -> list[int]:
     packed = torch.tensor([[*range(5), *range(8)], [*range(9), *range(4)]])
     batch = {"input_ids": ids, "labels": ids, "position_ids": packed}
     whole = model(**batch, use_cache=False)
+    expected = model.generate(ids[:, :5], max_new_tokens=4, do_sample=False)
     divided = _divided(model, place)
     output = divided(**batch, use_cache=False)
     torch.testing.assert_close(output.loss, whole.loss, rtol=1e-6, atol=0)  # from logits in fp32
@@ -118,7 +119,10 @@ def _shards(workers: Workers) -> list[int]:
         evaluated = divided(**batch, use_cache=False).logits
     assert type(evaluated) is torch.Tensor
     torch.testing.assert_close(evaluated, whole.logits, rtol=1e-10, atol=1e-12)
-    generated = divided.generate(ids[:, :5], max_new_tokens=4, do_sample=False)
+    with pytest.raises(ModelError, match="use_cache=False"):
+        divided.generate(ids[:, :5], max_new_tokens=4, do_sample=False, use_cache=True)
+    generated = divided.generate(ids[:, :5], max_new_tokens=4, do_sample=False, use_cache=False)
+    assert torch.equal(generated, expected)
     return [rows, generated.shape[1]]
 
 

@@ -101,11 +101,14 @@ def attention(
         (output of shape (samples, tokens, heads, size of a head), the attention's other output).
 
     Raises:
-        ModelError: the number of heads is not divisible.
+        ModelError: the number of heads is not divisible, or keys and queries are not of the same tokens.
     """
     within = ALL_ATTENTION_FUNCTIONS[inner]
     if shards.length is None:
         return within(module, query, key, value, attention_mask, *args, **kwargs)
+    if key.shape[TOKENS] != query.shape[TOKENS]:
+        message = "attention gets keys of other tokens than its own part of the sequence, as from a cache of keys"
+        raise ModelError(message, where="--context-parallel-size", hint="generate with use_cache=False")
     shards.attended = True
     if shards.kind == "ring":
         return _attend_in_ring(module, shards, query, key, value, attention_mask, *args, **kwargs), None
