@@ -286,3 +286,25 @@ def test_a_state_that_would_change_is_told_before_the_first_step(state: Any, tmp
     with says(CheckpointError):
         job(tmp_path / "run", callback).fit()
     assert [event for event, _ in callback.seen] == ["start"]
+
+
+class _InHalf(CausalJob):
+    def make(self) -> torch.nn.Module:
+        return super().make().bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "is_told"),
+    [(_InHalf, "", True), (_InHalf, "--mixed-precision bf16", True), (CausalJob, "--mixed-precision bf16", False)],
+)
+def test_trained_parameters_in_16_bits_are_told(
+    kind: type[CausalJob], flags: str, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An update of 1e-5 is less than half of the distance between numbers of bf16 from 0.008 on."""
+    job = kind(["--train-iters", "1", "--lr", "1e-5", "--weight-decay", "0", "--clip-grad", "0", *flags.split()])
+    weights = trained(job)["weights"]
+    torch.manual_seed(job.config.training.seed)
+    start = kind([]).build_model().state_dict()
+    moved = [(weight != start[name].double()) & (start[name].abs() > 0.008) for name, weight in weights.items()]
+    assert any(bool(each.any()) for each in moved) is not is_told
+    assert ("lose small updates by rounding" in capsys.readouterr().err) is is_told

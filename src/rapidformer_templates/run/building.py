@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -133,7 +133,8 @@ def _set_up(run: Run, engine: Engine) -> None:
 
         # 2. The transforms of the switches.
         assembly = _transformed(run, model, construction)
-        for note in (*notes_about(assembly.model), *notes_about_frequencies(assembly.model)):
+        rounding = _notes_about_rounding(assembly.model, plan) if run.trains else ()
+        for note in (*notes_about(assembly.model), *notes_about_frequencies(assembly.model), *rounding):
             say(workers, f"note       {note}")
         if training.neftune_alpha:
             add_noise(assembly.model, training.neftune_alpha, training.seed)
@@ -146,6 +147,21 @@ def _set_up(run: Run, engine: Engine) -> None:
         if training.ema_decay is not None and run.trains:
             engine.keep_average(training.ema_decay)
         run.engine = engine
+
+
+def _notes_about_rounding(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Yield a note if the model has trained 16-bit parameters that the engine gives no fp32 masters.
+
+    Only DeepSpeed in 16 bits has masters for them. The other engines have masters for fp32 parameters.
+    """
+    types = sorted(
+        {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad and p.itemsize == 2}
+    )
+    if types and not (plan.engine_options.deepspeed and plan.precision != "fp32"):
+        yield (
+            f"build_model() returns trained parameters in {' and '.join(types)}, which lose small updates by rounding; "
+            "load them in fp32, and compute in 16 bits with --mixed-precision"
+        )
 
 
 def _build_model(run: Run, construction: ModelUnderConstruction | None) -> nn.Module:

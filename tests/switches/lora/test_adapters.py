@@ -58,6 +58,42 @@ def test_trains_as_a_loop_over_peft_does(base: Path, tmp_path: Path, variant: st
         torch.testing.assert_close(found["weights"][name].float(), weight, rtol=1e-4, atol=1e-5)
 
 
+WIDENED = ("--mixed-precision bf16 --lora-modules-to-save ln_f", "--lora-variant lora", "--lora-variant dora")
+
+
+class _InHalf(_Recorded):
+    def make(self) -> torch.nn.Module:
+        return super().make().bfloat16()
+
+
+@pytest.mark.parametrize("flags", by_default(WIDENED[:1], WIDENED))
+def test_adapters_of_a_16_bit_model_are_fp32(base: Path, tmp_path: Path, flags: str) -> None:
+    """peft converts them as well, but not the modules that are trained whole."""
+    run(base, tmp_path / "start", f"{flags} {PLAIN} --lr 0", _InHalf)
+    job = _job(base, None, f"{flags} {PLAIN}", _InHalf)
+    found = trained(job)
+    theirs = peft.PeftModel.from_pretrained(
+        GPT2LMHeadModel.from_pretrained(base, dtype=torch.bfloat16), str(tmp_path / "start/export"), is_trainable=True
+    ).train()
+    is_mixed = "mixed" in flags
+    for parameter in theirs.parameters() if is_mixed else ():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+
+    def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
+            loss = model(**batch).loss
+        return loss, loss
+
+    losses, weights = train_by_hand(theirs, job.batches[-4:], loss_of)
+    assert [loss for loss, _ in found["curve"]] == pytest.approx(losses, rel=1e-5)
+    assert weights.keys() == found["weights"].keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(found["weights"][name].float(), weight.float(), rtol=1e-3, atol=1e-4)
+    receipts = found["summary"]["receipts"]
+    assert receipts["frozen_bytes"] == 2 * receipts["frozen_parameters"]
+    assert receipts["trained_bytes"] == 4 * receipts["trained_parameters"]
+
+
 def test_only_adapters_are_kept_and_what_is_frozen_stays(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(base, None)
     receipts = found["summary"]["receipts"]

@@ -97,7 +97,8 @@ class OnAdaptedWeight:
             return self.forward(*args, **kwargs)
         # No local name for __dict__, because of graph breaks: see OnLocalParameters in layout/tensor_layers.py.
         before: dict[str, Any] = self.module._parameters
-        self.module.__dict__["_parameters"] = {**before, self.name: before[self.name] + product}
+        weight = before[self.name]
+        self.module.__dict__["_parameters"] = {**before, self.name: weight + product.to(weight.dtype)}
         try:
             return self.forward(*args, **kwargs)
         finally:

@@ -36,6 +36,7 @@ from rapidformer_templates.system.workers import Workers
 
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, Conv1D)
+HALF = (torch.bfloat16, torch.float16)
 NEW_HEADS = ("classifier", "score", "qa_outputs")
 """transformers' names for heads that a pretrained language model does not have. They are trained in full."""
 
@@ -68,6 +69,7 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
             hint = "name layers of torch.nn.Linear by the ends of their names, such as q_proj,v_proj"
             raise ModelError(message, where="--lora-target-modules", hint=hint) from error
     adapted.install(model, ADAPTER)
+    widen_trained(model, with_modules=building.plan.precision != "fp32")
     if isinstance(model, PreTrainedModel):
         model.save_pretrained = refuse_to_save  # type: ignore[method-assign]
     if options.quantize_base:
@@ -90,6 +92,19 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
     # peft sets this while it adds adapters to a Conv1D.
     described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
     assembly.record(peft_loadable_config(described, model, of_all))
+
+
+def widen_trained(model: nn.Module, *, with_modules: bool) -> None:
+    """Convert 16-bit adapters to fp32. In 16 bits, rounding would lose the small updates.
+
+    peft gives adapters the type of the layer below, which may be 16 bits in a model that a script loads.
+
+    Args:
+        with_modules: also convert fully trained modules. They compute with 16-bit layers only under autocast.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in HALF and (with_modules or ".lora_" in name):
+            parameter.data = parameter.data.to(torch.float32)
 
 
 def refuse_to_save(*_: object, **__: object) -> NoReturn:

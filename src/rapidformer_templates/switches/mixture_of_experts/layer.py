@@ -382,7 +382,8 @@ def stack_product(
     down = F.pad(factors.down[own_rows], (0, more)).contiguous()
     up = F.pad(factors.up[own_rows], (0, 0, 0, more)).contiguous()
     inner = grouped_product(inputs, down, counts, all_routed=all_routed)
-    return product + grouped_product(inner, up, counts, all_routed=all_routed) * factors.scaling
+    added = grouped_product(inner, up, counts, all_routed=all_routed) * factors.scaling
+    return product + added.to(product.dtype)  # adapters of a 16-bit base are fp32
 
 
 class _CodesProduct(torch.autograd.Function):
