@@ -25,7 +25,7 @@ from rapidformer_templates.system.phase_clock import BACKWARD, EXCHANGE, FORWARD
 from rapidformer_templates.system.workers import Workers
 from tests.support.parallel_jobs import JOBS
 from tests.support.programs import wait_until
-from tests.support.selection import few
+from tests.support.selection import by_default, few
 from tests.support.worker_pool import run_in_workers
 
 DATA, FORWARDS = COMPARED.index(watch.DATA), COMPARED.index(FORWARD)
@@ -276,6 +276,30 @@ def test_the_first_worker_keeps_the_store_and_can_stop_as_well(tmp_path: Path) -
     ended = _run("stops", 0, "replicas", tmp_path / "run")
     assert ended.returncode == WorkerHangs.exit_status, ended.stderr
     assert "worker 0 at 127.0.0.1 does not respond (stopped or gone)" in ended.stderr
+
+
+IN_SESSIONS = {
+    "in generate": r"worker 1 on \S+ makes no progress: hanging_session\.py:20 in wait \(step 1, evaluation\)",
+    "after evaluate": r"worker 1 .* progress: hanging_session\.py:26 in main \(step 1, hooks and own code\)",
+    "slow": None,
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", by_default(["after evaluate"], IN_SESSIONS))
+def test_sessions_name_a_worker_that_hangs_and_wait_for_slow_tokens(how: str) -> None:
+    """Twenty tokens take 10 s, each of them half a second. A phase may take 6 s."""
+    script, flags = "tests/support/scripts/hanging_session.py", "--nproc-per-node 2 --worker-timeout 2"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    words = [sys.executable, script, how, *flags.split()]
+    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    named = IN_SESSIONS[how]
+    if named is None:
+        assert (ended.returncode, ended.stdout.count("done")) == (0, 2), ended.stderr
+        return
+    assert ended.returncode == 1
+    assert re.search(named, ended.stderr), ended.stderr
+    assert "continue from your last checkpoint; --worker-timeout (now 2 s)" in ended.stderr
 
 
 LEAVES = {

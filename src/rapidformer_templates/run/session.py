@@ -8,10 +8,10 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,16 +51,16 @@ from rapidformer_templates.run.run import Position, Template, begin_run
 from rapidformer_templates.run.saving import check_base, check_settings, checkpoint_to_load, restore_engine
 from rapidformer_templates.run.scripts import CALL
 from rapidformer_templates.run.step_errors import MAY_HELP, explain_parts, locate_device_errors, locate_non_finite
-from rapidformer_templates.run.watch import OWN_CODE, STEP
+from rapidformer_templates.run.watch import EVALUATION, EXPORT, OWN_CODE, SAVE, SETUP, STEP
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import seed_all
 from rapidformer_templates.system.workers import Workers, broadcast, join
 
 SESSION_FLAGS = frozenset(
     {
-        "config", "template", "nproc_per_node", "data_parallel_size", "master_port", "device", "micro_batch_size",
-        "global_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay",
-        "ema_decay", "clip_grad", "train_iters", "seed", "lr", "seq_length", *OF_SCHEDULES,
+        "config", "template", "nproc_per_node", "data_parallel_size", "master_port", "worker_timeout", "device",
+        "micro_batch_size", "global_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+        "layerwise_lr_decay", "ema_decay", "clip_grad", "train_iters", "seed", "lr", "seq_length", *OF_SCHEDULES,
     }
 )  # fmt: skip
 """Flags, apart from those of the switches, that work without the library's loop, data and run folder."""
@@ -142,6 +142,31 @@ def _no_effect(name: str, config: RunConfig) -> ConfigError:
 def _show(template: Template) -> None:
     prepare_switches(template.config, template.plan)
     show_plan(template.plan)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_phase(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a method of a session. The watch knows that the worker is in this phase until it returns."""
+
+    def decorated(method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            session = cast("Session", args[0])
+            watch = session._run.watch
+            before = OWN_CODE if watch.phase == SETUP else watch.phase, watch.step
+            watch.calls += 1
+            watch.enter(phase, session.steps)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                watch.enter(*before)
+
+        return wrapper
+
+    return decorated
 
 
 class Session:
@@ -228,6 +253,7 @@ class Session:
         Raises:
             DataError, NonFiniteLoss, SwitchDidNothing: see :meth:`step`.
         """
+        self._run.watch.calls += 1
         self._run.watch.enter(STEP, self.steps + 1)
         microbatches, problem = self._as_micro_batches(list(batches), self.plan.sizes.accumulation)
         exchanged = self._exchange(microbatches, problem)
@@ -248,10 +274,11 @@ class Session:
                 self._receipts.count(microbatches)
                 self._placeholder = batches[-1] if batches else self._placeholder
                 self._meter.step(*self._run.position.advance(exchanged))
-                self._run.watch.enter(OWN_CODE, self.steps)
+            self._run.watch.enter(OWN_CODE, self.steps)
         if first and step.result is not None:
             self._receipts.check()
 
+    @_in_phase(EVALUATION)
     def evaluate(self, batch: Batch | None) -> Evaluation:
         """Compute the loss of the workers' batches without gradients. Training is not affected.
 
@@ -271,6 +298,7 @@ class Session:
         (total,) = self.workers.sum(float(loss) if self.workers.is_replica_leader else 0.0)
         return Evaluation(total / (targets or 1.0), targets, output if self.workers.ends_pipeline else None)
 
+    @_in_phase(SAVE)
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint to ``checkpoints/step-N`` in the folder. Any layout can load it.
 
@@ -300,6 +328,7 @@ class Session:
             progress = {**self._run.position.to_state(), "own": dict(state or {})}
             return checkpoint.save(root, self.steps, self._run.engine, progress, self.workers)
 
+    @_in_phase(SETUP)
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Load a checkpoint, or the newest complete one in a folder. Any layout may have written it.
 
@@ -319,6 +348,7 @@ class Session:
         position.step, position.samples, position.tokens = int(state["step"]), state["samples"], state["tokens"]
         return dict(state.get("own", {}))
 
+    @_in_phase(EXPORT)
     def export(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that ``from_pretrained`` of transformers can load."""
         self._raise_pending_errors()
@@ -331,6 +361,7 @@ class Session:
         receipts = self._receipts.measured_by_rank() if self._meter.steps else {}
         return what_was_done(self._run, self._meter, receipts)
 
+    @_in_phase(EVALUATION)
     def forward(self, *arguments: object, **named: object) -> Any:
         """Return the model output in evaluation mode, without gradients or side effects.
 
@@ -340,6 +371,7 @@ class Session:
         with evaluating(engine.model):
             return engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
 
+    @_in_phase(EVALUATION)
     @torch.no_grad()
     def generate(self, **arguments: object) -> Any:
         """Return the result of the ``generate`` of a transformers model, in evaluation mode.
@@ -357,9 +389,13 @@ class Session:
             raise ConfigError(message, where="session.generate()", hint=hint)
         if self.workers.context > 1:
             arguments["use_cache"] = False  # each worker would keep the keys of its part only
-        model: Any = self.model
-        with in_eval_mode(self.model), self.precision():
-            return model.generate(synced_gpus=self.workers.world > 1, **arguments)
+        model, watch = cast("Any", self.model), self._run.watch
+        beat = self.model.register_forward_pre_hook(lambda *_: watch.enter(EVALUATION, self.steps))
+        try:
+            with in_eval_mode(self.model), self.precision():
+                return model.generate(synced_gpus=self.workers.world > 1, **arguments)
+        finally:
+            beat.remove()
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the autocast context in which ``compute_loss`` runs. Use it for a loss in your own loop."""

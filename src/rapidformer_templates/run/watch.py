@@ -69,6 +69,7 @@ class Activity:
         line: the line of the user's code that it runs, or of this package, with the name of the function.
         call: the function of ``torch.distributed`` that it waits in, or ``backward``. Empty if it runs other code.
         is_overdue: whether the phase takes longer than allowed.
+        calls: see :class:`HangWatch`.
     """
 
     beat: int
@@ -78,11 +79,12 @@ class Activity:
     line: str
     call: str
     is_overdue: bool
+    calls: int
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """The step and the place of the phase in it. The worker that the others wait for has the smallest value."""
-        return self.step, PHASES.index(self.phase)
+    def progress(self) -> tuple[int, int, int]:
+        """Calls, step and place of the phase in it. The worker that the others wait for has the smallest value."""
+        return self.calls, self.step, PHASES.index(self.phase)
 
     def describe(self) -> str:
         call = f"in {self.call}, " if self.call else ""
@@ -94,10 +96,15 @@ class HangWatch:
 
     Args:
         clock: measures the phases.
+
+    Attributes:
+        calls: number of calls of a session so far. Its phases have no order of their own, but all workers make the same
+            calls. 0 in the library's loop.
     """
 
     def __init__(self, clock: PhaseClock) -> None:
         self._clock = clock
+        self.calls = 0
         self.phase, self.step, self.since = SETUP, 0, time.monotonic()
         self.longest: dict[str, float] = defaultdict(float)
         """The longest time of each phase so far, in seconds."""
@@ -186,7 +193,8 @@ class _Watcher:
         if phase == SETUP:
             allowed = max(allowed, SETUP_SECONDS)
         line, call = _position(sys._current_frames()[self._main])
-        return Activity(self._beat, self._host, self._own.step, phase, line, call, self._seconds_in_phase > allowed)
+        is_overdue = self._seconds_in_phase > allowed
+        return Activity(self._beat, self._host, self._own.step, phase, line, call, is_overdue, self._own.calls)
 
     def _judge(self, store: Store) -> None:
         """End this worker if others do not respond, or if all of them have waited too long."""
@@ -235,7 +243,7 @@ class _Watcher:
         return {} if reader.is_alive() else published
 
     def _error(self, statuses: dict[int, Activity], silent: list[int], seconds: float) -> WorkerHangs:
-        first = min((status.progress for status in statuses.values()), default=(0, 0))
+        first = min((status.progress for status in statuses.values()), default=(0, 0, 0))
         behind = silent or [rank for rank, status in statuses.items() if status.progress == first]
         behind = [rank for rank in behind if rank in silent or not statuses[rank].call] or behind
         named = []
