@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
@@ -459,6 +460,16 @@ class SingleEngine:
         if microbatch.idle or microbatch.targets == 0:
             return torch.zeros(()), recorder.output
         return (loss if count is not None else loss * microbatch.targets), recorder.output
+
+    def share_statistics(self) -> None:
+        """Give all replicas the statistics of batch norms that the first one has, as the export does.
+
+        Call it on every worker before an evaluation. Each replica has seen other samples.
+        """
+        for module in self.model.modules() if self.workers.copies > 1 else ():
+            if getattr(module, "track_running_stats", False):
+                for buffer in module.buffers(recurse=False):
+                    dist.broadcast(buffer, group=self.workers.copies_group, group_src=0)
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:

@@ -133,8 +133,8 @@ def _set_up(run: Run, engine: Engine) -> None:
 
         # 2. The transforms of the switches.
         assembly = _transformed(run, model, construction)
-        rounding = _notes_about_rounding(assembly.model, plan) if run.trains else ()
-        for note in (*notes_about(assembly.model), *notes_about_frequencies(assembly.model), *rounding):
+        numbers = _notes_about_numbers(assembly.model, plan) if run.trains else ()
+        for note in (*notes_about(assembly.model), *notes_about_frequencies(assembly.model), *numbers):
             say(workers, f"note       {note}")
         if training.neftune_alpha:
             add_noise(assembly.model, training.neftune_alpha, training.seed)
@@ -149,11 +149,14 @@ def _set_up(run: Run, engine: Engine) -> None:
         run.engine = engine
 
 
-def _notes_about_rounding(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Yield a note if the model has trained 16-bit parameters that the engine gives no fp32 masters.
+def _notes_about_numbers(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Yield notes about batch norms, and about trained 16-bit parameters that the engine gives no fp32 masters.
 
     Only DeepSpeed in 16 bits has masters for them. The other engines have masters for fp32 parameters.
     """
+    if any(getattr(module, "track_running_stats", False) for module in model.modules()):
+        what = "a batch norm computes with one micro batch of one worker"
+        yield f"{what}, so the loss depends on the micro batch size and on the number of workers"
     types = sorted(
         {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad and p.itemsize == 2}
     )

@@ -95,6 +95,7 @@ class Evaluator:
         run, task = self.run, self.run.task
         if task:
             task.begin_evaluation(self.part)
+        run.engine.share_statistics()
         with evaluating(run.engine.model), run.engine.averaged():
             if task and task.needs_prepass:
                 task.prepass(run.engine.eval_batch, (each for each, _ in self._microbatches()), run.workers)
