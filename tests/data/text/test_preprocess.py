@@ -293,7 +293,7 @@ def test_workers_are_not_waited_for_after_an_error(
 
 SLOW = """
 import multiprocessing, resource, sys, time
-from rapidformer_templates.commands import data as cli
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.indexed.writer import IndexedWriter
 
 def add(self, *arguments, real=IndexedWriter.add):
@@ -307,7 +307,7 @@ if sys.argv[1] == "limit":
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
 else:
     IndexedWriter.add = add
-sys.exit(cli.main(sys.argv[2:]))
+sys.exit(main(["data", *sys.argv[2:]]))
 """
 """A script whose preprocessing prints its workers and waits after a first part, or may write at most 300 bytes."""
 
