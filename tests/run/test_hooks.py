@@ -170,6 +170,24 @@ def test_names_of_ones_own() -> None:
     check_names(_with("count_target", 3))  # a value would never be called anyway
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        _with("compute_metrics", lambda self, eval_pred: {}),
+        _with("on_step_end", lambda self, trainer, step, result: None),
+        _with("compute_loss", staticmethod(lambda model: model)),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_refused(template: Any) -> None:
+    with pytest.raises(ConfigError, match="does not take the arguments of its hook"):
+        template([])
+
+
+def test_hooks_with_more_arguments_are_taken() -> None:
+    _with("compute_metrics", lambda self, predictions, references, extra=None: {})([])
+    _with("compute_loss", staticmethod(lambda model, batch: model))([])
+
+
 class Events(Callback):
     """Records the events that it receives."""
 

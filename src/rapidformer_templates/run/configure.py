@@ -23,7 +23,7 @@ from rapidformer_templates.planning.resolve import choose_template, resolve, wit
 from rapidformer_templates.planning.switch import TEMPLATES
 from rapidformer_templates.run import scripts
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.scripts import check_names, overridden_hooks
+from rapidformer_templates.run.scripts import check_arguments, check_names, overridden_hooks
 from rapidformer_templates.system.launch import CHOSEN, is_worker
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def read_config(
         ConfigError: a flag is unknown, or a value is invalid.
     """
     check_names(template)
+    check_arguments(template)
     config = parse(
         argv,
         REGISTRY.options(),

@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -22,7 +23,7 @@ from rapidformer_templates.data.types import Batch, Data, kind_of
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
 from rapidformer_templates.errors import CheckpointError, ConfigError, ModelError, RapidformerError, alike
-from rapidformer_templates.run.scripts import CALLED_BY_A_LOOP
+from rapidformer_templates.run.scripts import CALLED_BY_A_LOOP, accepts
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
 
@@ -194,6 +195,11 @@ def checked_callbacks(callbacks: Sequence[object]) -> tuple[Callback, ...]:
                 (near,) = alike(name, EVENTS, limit=1, cutoff=0.0)
                 what = f"{type(callback).__name__}.{name} is not a callback, so nothing would call it"
                 raise ConfigError(what, where=where, hint=f"did you mean {near}?")
+        for name in EVENTS:
+            given = list(signature(getattr(Callback, name)).parameters)
+            if not accepts(getattr(callback, name), given[1:]):
+                what = f"{type(callback).__name__}.{name} does not take the arguments of a callback"
+                raise ConfigError(what, where=where, hint=f"declare it as def {name}({', '.join(given)})")
     return tuple(callbacks)
 
 

@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from inspect import getattr_static, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
@@ -76,6 +77,32 @@ def _library_base(template: type) -> type:
         if any(method.__module__ == kind.__module__ for method in hooks):
             return kind
     raise TypeError(f"{template.__name__} is not a template")
+
+
+def check_arguments(template: type) -> None:
+    """Raise an error for a hook that cannot be called as the library calls it, before the run needs it.
+
+    Raises:
+        ConfigError: names the method and the arguments of the hook.
+    """
+    base = _library_base(template)
+    for name in overridden_hooks(template):
+        method, given = getattr_static(template, name), list(signature(getattr(base, name)).parameters)
+        if not accepts(getattr(template, name), given[isinstance(method, staticmethod | classmethod) :]):
+            message = f"{template.__name__}.{name} does not take the arguments of its hook"
+            hint = f"declare it as def {name}({', '.join(given)})"
+            raise ConfigError(message, where=_file_and_line(template, method), hint=hint)
+
+
+def accepts(function: Callable[..., object], arguments: Sequence[str]) -> bool:
+    """Whether a function can be called with this number of positional arguments. True if it does not say so."""
+    try:
+        signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # of a function in C
+        return True
+    return True
 
 
 def check_names(template: type) -> None:
