@@ -167,8 +167,10 @@ def _check_files(values: saved_model.Values) -> None:
             what = f"{output} is a folder" if output.is_dir() else f"the folder {output.parent} does not exist"
             mistakes.errors.append(ConfigError(what, where="--output", hint="name a file"))
         elif output.exists() and (not values.get("overwrite", False) or (source.exists() and output.samefile(source))):
-            hint = "give another one, or --overwrite"
-            mistakes.errors.append(ConfigError(f"{output} already exists", where="--output", hint=hint))
+            is_input = source.exists() and output.samefile(source)
+            what = f"{output} is also the input" if is_input else f"{output} already exists"
+            hint = "give another one" if is_input else "give another one, or --overwrite"
+            mistakes.errors.append(ConfigError(what, where="--output", hint=hint))
         elif data_suffix(output) not in ROW_WRITERS:
             what = f"files {output.suffix or 'without an ending'} are not written"
             mistakes.errors.append(ConfigError(what, where="--output", hint=f"use {', '.join(ROW_WRITERS)}"))
