@@ -169,3 +169,25 @@ def test_models_of_a_script(tmp_path: Path) -> None:
     told, wanted = (load_file(run / name / "model.safetensors") for name in ("export-step-2", "export"))
     assert told.keys() == wanted.keys() == dict(nn.Linear(1, 1).named_parameters()).keys()
     assert all(torch.equal(told[name], wanted[name]) for name in wanted)
+
+
+FILES = [
+    "source.spm", "target.spm", "spm.model", "spiece.model", "sentencepiece.bpe.model", "bpe.codes", "qwen.tiktoken",
+    "vocab-src.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+    "configuration_own.py", "modeling_own.py", "tokenization_own.py", "image_processing_own.py",
+]  # fmt: skip
+"""Names that tokenizers, processors and remote code of transformers have in a folder of a model."""
+
+
+def test_all_files_of_an_export_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    job = type("Job", (Scored,), {"scores": [1.0]})
+    job(["--train-iters", "2", "--lr", "0.1", "--save", str(run)]).fit()
+    for name in FILES:
+        (run / "export" / name).write_text("")
+    assert main(["export", str(run), "--overwrite"]) == 0
+    assert not any((run / "export" / name).exists() for name in FILES)
+    for name in ("train.py", "mine.model"):
+        (run / "export" / name).write_text("")
+    assert main(["export", str(run), "--overwrite"]) == 2
+    assert "would be lost: mine.model, train.py" in " ".join(capsys.readouterr().err.split())

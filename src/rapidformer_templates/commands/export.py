@@ -32,8 +32,9 @@ ADAPTERS = "adapter_config.json"
 WRITTEN = (
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
     "adapter_base.json", BESIDE_ADAPTERS, "config.json", "generation_config.json", ADAPTERS,
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model",
-    "sentencepiece.bpe.model", "model-*.gguf", CARD,
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "vocab-*.json", "merges.txt", "bpe.codes",
+    "*.jinja", "s*.model", "*.spm", "*.tiktoken", "*processor_config.json", "configuration_*.py", "modeling_*.py",
+    "tokenization_*.py", "*processing_*.py", "model-*.gguf", CARD,
 )  # fmt: skip
 """Files that transformers, peft and tokenizers write for a model. ``--overwrite`` replaces only these."""
 
