@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from rapidformer_templates.commands.main import main
 from tests.recipes.watched import Watched, largest_difference, reference, train, train_alike, train_in_workers
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
@@ -107,6 +108,20 @@ def test_adapters_of_the_language_part_train_alike_in_layouts(
     changed = {n for n, before in single.start.items() if not torch.equal(before, single.end[n])}
     assert changed
     assert all("lora" in name and "language_model" in name for name in changed)
+
+
+def test_a_merged_model_has_the_processor(alone: Watched, chats: Path, tmp_path: Path) -> None:
+    pretrained = ["--pretrained-model-name-or-path", str(alone.folder / "run/export")]
+    train(NAME, tmp_path, *_flags(chats), *pretrained, "--lora-rank", "4", "--lora-target-modules", "language_model")
+    for _ in range(2):  # an export may be replaced by another one
+        assert main(["export", str(tmp_path / "run"), "--merge", "--overwrite"]) == 0
+    own, merged = (AutoProcessor.from_pretrained(tmp_path / "run" / name) for name in ("export", "merged"))
+    assert type(merged) is type(own)
+    assert merged.to_dict() == own.to_dict()
+    assert merged.chat_template == own.chat_template
+    images = [np.zeros((32, 40, 3), np.uint8)]
+    mine, theirs = (kind(images=images, text="<image> red", return_tensors="pt") for kind in (merged, own))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.longer

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ from rapidformer_templates.system.tensor_files import TensorFiles
 ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
 WEIGHTS = "adapter_model.safetensors"
+PROCESSORS = "*processor_config.json"
+"""Pattern of the files with the settings of a processor of images, videos or sounds."""
 BASE = "adapter_base.json"
 """The file with the fingerprints of the base. peft does not read it."""
 PREFIX = "base_model.model."
@@ -301,3 +304,5 @@ def merge(adapters: Path, output: Path, base_folder: str | None = None) -> None:
         save_model(model, temporary, files)
         if (adapters / "tokenizer_config.json").is_file():
             AutoTokenizer.from_pretrained(adapters, local_files_only=True).save_pretrained(temporary)
+        for file in adapters.glob(PROCESSORS):
+            shutil.copyfile(file, temporary / file.name)
