@@ -171,11 +171,11 @@ def test_models_of_a_script(tmp_path: Path) -> None:
     assert all(torch.equal(told[name], wanted[name]) for name in wanted)
 
 
-FILES = (
-    "source.spm target.spm spm.model spiece.model sentencepiece.bpe.model bpe.codes vocab-src.json qwen.tiktoken "
-    "preprocessor_config.json video_preprocessor_config.json processor_config.json configuration_own.py "
-    "modeling_own.py tokenization_own.py image_processing_own.py"
-).split()
+FILES = [
+    "source.spm", "target.spm", "spm.model", "spiece.model", "sentencepiece.bpe.model", "bpe.codes", "qwen.tiktoken",
+    "vocab-src.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+    "configuration_own.py", "modeling_own.py", "tokenization_own.py", "image_processing_own.py",
+]  # fmt: skip
 """Names that tokenizers, processors and remote code of transformers have in a folder of a model."""
 
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
@@ -56,11 +57,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 @pytest.fixture
-def run(tmp_path: Path, gpt_folder: Path) -> Path:
+def run(request: pytest.FixtureRequest, tmp_path: Path, gpt_folder: Path) -> Path:
     given = make(tmp_path / "data", gpt_folder, [{"text": "the cat sat"}] * 5)
     given.remove("--no-export-model")
     (tmp_path / "data/model/chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    Trainer(["--task", "causal_lm", "--micro-batch-size", "2", *given, "--save", str(tmp_path / "run")]).fit()
+    flags = f"--task causal_lm --micro-batch-size 2 {getattr(request, 'param', '')}".split()
+    Trainer([*flags, *given, "--save", str(tmp_path / "run")]).fit()
     return tmp_path / "run"
 
 
@@ -98,3 +100,26 @@ def test_adapters_are_merged_first(run: Path, install: Install, says: Says) -> N
     install()
     (run / "export/adapter_config.json").write_text("{}")
     says.command(f"export {run} --gguf f32")
+
+
+@NEEDS_GGUF
+@pytest.mark.parametrize("run", ["--lora-rank 2"], indirect=True)
+def test_a_file_is_added_to_a_merged_model(run: Path, install: Install) -> None:
+    import gguf
+
+    install()
+    export = ["export", str(run), "--merge", "--gguf"]
+    weights = run / "merged/model.safetensors"
+    assert main([*export, "f32"]) == 0
+    merged = weights.stat().st_ino
+    assert main([*export, "bf16"]) == 0
+    assert weights.stat().st_ino == merged  # it is not merged again
+    tensors = load_file(weights)
+    for kind in ("f32", "bf16"):
+        found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(run / f"merged/model-{kind}.gguf").tensors}
+        assert found.keys() == tensors.keys()
+        assert all((found[name] == tensor).all() for name, tensor in tensors.items())
+    os.utime(run / "export/adapter_config.json")  # other adapters
+    assert main([*export, "f16"]) == 2
+    assert main([*export, "f16", "--overwrite"]) == 0
+    assert [file.name for file in (run / "merged").glob("*.gguf")] == ["model-f16.gguf"]

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _written(run: RunFolder, options: argparse.Namespace) -> Path:
-    """Write what is missing, and return its folder: an export, a merged model, or for ``--gguf`` the existing export.
+    """Write what is missing, and return its folder: an export, a merged model, or for ``--gguf`` the existing one.
 
     Raises:
         ConfigError: there is nothing to write.
@@ -83,7 +83,10 @@ def _written(run: RunFolder, options: argparse.Namespace) -> Path:
     if options.step is not None or (options.output and not (options.merge and adapters)):
         return _export(run, options)
     if options.merge and adapters:
-        output = _output(options, adapters.with_name("merged"), reads=adapters)
+        merged = adapters.with_name("merged")
+        if options.gguf and not (options.output or options.overwrite) and _is_newer(merged, adapters):
+            return merged
+        output = _output(options, merged, reads=adapters)
         _merge(adapters, output, options.base)
         return output
     if not run.export.is_dir() or (options.overwrite and not options.merge):
@@ -99,6 +102,12 @@ def _written(run: RunFolder, options: argparse.Namespace) -> Path:
     steps = ", ".join(map(str, _steps(run))) or "none is kept"
     hint = f"--step N exports another checkpoint: {steps}"
     raise ConfigError(f"{run.export} already holds the model", where="RUN", hint=hint)
+
+
+def _is_newer(merged: Path, adapters: Path) -> bool:
+    """Return whether there is a merged model that was written after the adapters."""
+    written = merged / "config.json"
+    return written.is_file() and written.stat().st_mtime_ns >= (adapters / ADAPTERS).stat().st_mtime_ns
 
 
 def build_parser() -> argparse.ArgumentParser:
