@@ -1,6 +1,7 @@
 """A user's own loop: its steps equal those of a run with every way to divide the model, and it resumes after a kill."""
 
 import copy
+import shutil
 import socket
 import subprocess
 import sys
@@ -302,6 +303,30 @@ def test_a_worker_with_fewer_samples_counts_for_what_it_has(in_workers: list[dic
         wanted.append(session.evaluate(own_loop.collate(torch.arange(3))).loss)
     assert in_workers[0]["uneven"] == pytest.approx(wanted, abs=1e-6)
     assert in_workers[1]["uneven"] == in_workers[0]["uneven"]
+
+
+def test_a_folder_loads_the_branch_that_was_saved_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps 1 to 4, then from step 1 again, first to 2, later to 3. Step 4 remains, for want of others."""
+    batch, root = own_loop.collate(torch.arange(4)), tmp_path / "checkpoints"
+    with compose(own_loop.build_model, lr=1e-2, device="cpu", micro_batch_size=4) as session:
+
+        def save(branch: str) -> None:
+            session.step([batch])
+            session.save(tmp_path, {"branch": branch})
+
+        for _ in range(4):
+            save("old")
+        session.load(root / "step-1")
+        save("new")
+        capsys.readouterr()
+        assert (session.load(tmp_path), session.steps) == ({"branch": "new"}, 2)
+        assert "skipped step-4: training went back to an earlier step" in capsys.readouterr().err
+        save("new")
+        (root / "step-3/index.json").unlink()
+        assert (session.load(tmp_path), session.steps) == ({"branch": "new"}, 2)
+        for step in (1, 2, 3):
+            shutil.rmtree(root / f"step-{step}")
+        assert (session.load(tmp_path), session.steps) == ({"branch": "old"}, 4)
 
 
 def test_summary_has_the_receipts(tmp_path: Path) -> None:

@@ -324,6 +324,7 @@ class Session:
                 self._replica_check.compare()
             if self.workers.is_main:
                 root.mkdir(parents=True, exist_ok=True)
+                checkpoint.leave_later(root, self.steps)
             self.workers.barrier()
             progress = {**self._run.position.to_state(), "own": dict(state or {})}
             return checkpoint.save(root, self.steps, self._run.engine, progress, self.workers)

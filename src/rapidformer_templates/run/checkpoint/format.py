@@ -3,7 +3,8 @@
 A checkpoint is written to ``step-N.tmp/`` as safetensors and JSON, never pickle. Each rank writes its own
 tensors, in files of bounded size. The index lists the boxes of each tensor and their files, so that any layout can
 read what another has written. A manifest has the size and CRC-32 of every file. Files and folder are flushed to
-disk. Then the folder is renamed to ``step-N/``, its parent is flushed, and ``latest`` is written last.
+disk. Then the folder is renamed to ``step-N/``, its parent is flushed, and ``latest`` is written last. If a session
+went back to an earlier step, ``latest`` also lists the later checkpoints that it left.
 
 All workers must see the same folder.
 """
@@ -58,20 +59,46 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def candidates(root: Path) -> list[Path]:
-    """Return the finished checkpoints of a run, newest first.
+    """Return the finished checkpoints of a run, newest first. Those that training left by going back come last.
 
     Raises:
         CheckpointError: the folder exists but cannot be read. That does not mean that there are none.
     """
     try:
-        names = os.listdir(root)
+        names, left = os.listdir(root), _left(root)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         what, to_do = explain(error)
         raise CheckpointError(f"{root} cannot be read: {what}", hint=to_do) from error
-    folders = [root / name for name in names if re.fullmatch(r"step-\d+", name)]
-    return sorted(folders, key=step_of, reverse=True)
+    return sorted(_steps(root, names), key=lambda folder: (folder.name not in left, step_of(folder)), reverse=True)
+
+
+def _steps(root: Path, names: Iterable[str]) -> list[Path]:
+    return [root / name for name in names if re.fullmatch(r"step-\d+", name)]
+
+
+def _left(root: Path) -> set[str]:
+    """Return the names of the checkpoints that training left by going back to an earlier step."""
+    try:
+        return set((root / "latest").read_text(encoding="utf-8").split()[1:])
+    except (FileNotFoundError, UnicodeDecodeError):
+        return set()
+
+
+def leave_later(root: Path, step: int) -> None:
+    """Let the checkpoints that are later than a step to save, and an earlier one of this step, come last.
+
+    A session that went back saves the step again. The storage may fail before that is complete.
+    """
+    folders = _steps(root, os.listdir(root))
+    if any(step_of(folder) > step for folder in folders):
+        left = {folder.name for folder in folders if step_of(folder) >= step}
+        _write_latest(root, folder_of(root, step).name, _left(root) | left)
+
+
+def _write_latest(root: Path, newest: str, left: Iterable[str]) -> None:
+    write_text(root / "latest", "\n".join([newest, *sorted(left)]) + "\n")
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -225,7 +252,8 @@ class Attempt:
             self._is_renamed = True
         sync(self.root)
         shutil.rmtree(old, ignore_errors=True)
-        write_text(self.root / "latest", self.final.name + "\n")
+        left = (name for name in _left(self.root) if (self.root / name).exists() and name != self.final.name)
+        _write_latest(self.root, self.final.name, left)
 
     def run_together(self, body: Callable[[], T], *, retries: bool = False) -> T:
         """Run ``body`` on each rank and return its local result.
@@ -424,10 +452,12 @@ def problem_on_all_ranks(folder: Path, workers: Workers) -> str | None:
 def newest_complete(root: Path, workers: Workers) -> tuple[Path | None, list[str]]:
     """Return the newest complete checkpoint, and the problems of newer ones. Call it on every rank."""
     passed_over: list[str] = []
-    for folder in workers.broadcast(candidates(root) if workers.is_main else []):
+    folders = workers.broadcast(candidates(root) if workers.is_main else [])
+    for number, folder in enumerate(folders):
         problem = problem_on_all_ranks(folder, workers)
         if problem is None:
-            return folder, passed_over
+            left = [other.name for other in folders[number:] if step_of(other) > step_of(folder)]
+            return folder, [*passed_over, *(f"{name}: training went back to an earlier step" for name in left)]
         passed_over.append(f"{folder.name}: {problem}")
     return None, passed_over
 
