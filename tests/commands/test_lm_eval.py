@@ -1,7 +1,9 @@
 """``rapidformer evaluate --lm-eval`` runs the harness on an export, with numbers that torch alone also finds."""
 
+import importlib.util
 import json
 import math
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,63 @@ def test_the_numbers_are_those_of_the_export(run: Path, tmp_path: Path, monkeypa
 def test_flags_that_have_no_effect_are_refused(run: Path, says: Says) -> None:
     for more in ("--part test", "--text-column words"):
         says.command(f"evaluate {run} --lm-eval hellaswag {more}")
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The model arguments of each call of the harness, which is not run."""
+    calls: list[dict[str, str]] = []
+
+    def call(words: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
+        given = words[words.index("--model_args") + 1]
+        calls.append(dict(pair.split("=", 1) for pair in given.split(",")))
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(subprocess, "run", call)
+    return calls
+
+
+@pytest.mark.parametrize("run", ["--lora-rank 2"], indirect=True)
+def test_adapters_are_evaluated_on_their_own_base(
+    run: Path, tmp_path: Path, harness: list[dict[str, str]], says: Says
+) -> None:
+    file = run / "export/adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "revision": "v1"}))
+    export, base = str(run / "export"), settings["base_model_name_or_path"]
+    command = ["evaluate", str(run), "--lm-eval", "hellaswag"]
+    assert main(command) == 0
+    assert harness.pop() == {"pretrained": base, "revision": "v1", "peft": export, "tokenizer": export}
+    assert main([*command, "--base", base]) == 0  # the revision belongs to a name on the hub
+    assert harness.pop() == {"pretrained": base, "peft": export, "tokenizer": export}
+    other = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        other.transformer.wte.weight[0] += 1
+    other.save_pretrained(tmp_path / "other")
+    file.write_text(json.dumps({**settings, "base_model_name_or_path": None}))
+    says.command(f"evaluate {run} --lm-eval hellaswag")
+    says.command(f"evaluate {run} --lm-eval hellaswag --base {tmp_path / 'other'}")
+    assert not harness
+
+
+@pytest.mark.parametrize("run", [""], indirect=True)
+def test_the_type_is_that_of_other_commands(
+    run: Path, harness: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["evaluate", str(run), "--lm-eval", "hellaswag", "--mixed-precision"]
+    assert main([*command, "--device", "cpu"]) == 0
+    assert harness.pop()["dtype"] == "bfloat16"
+    assert main([*command, "fp16", "--device", "cpu"]) == 0
+    assert harness.pop()["dtype"] == "float16"
+    monkeypatch.setattr("rapidformer_templates.planning.environment.detect_accelerator", lambda: "cuda")
+    assert main(command) == 0
+    assert harness.pop()["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("run", [""], indirect=True)
+def test_converted_mixtures_are_refused(run: Path, harness: list[dict[str, str]], says: Says) -> None:
+    config = run / "export/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "moe-gpt2"}))
+    says.command(f"evaluate {run} --lm-eval hellaswag")
+    assert not harness

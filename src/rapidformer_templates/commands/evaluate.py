@@ -11,17 +11,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from rapidformer_templates.commands import saved_model
-from rapidformer_templates.commands.export import ADAPTERS, base_named_in
+from rapidformer_templates.commands.export import ADAPTERS
 from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.data.finetuning.locating import flags_of_sets, locate, locate_part
 from rapidformer_templates.errors import ConfigError, MistakeCollector
-from rapidformer_templates.models.model_files import check_model_files
+from rapidformer_templates.models.model_files import CONVERTED, check_model_files
 from rapidformer_templates.planning.config import RunConfig, spelling, subset_of_flags
+from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.planning.request import precision_on, read_model_config
 from rapidformer_templates.run.early_checks import check_text_paths
 from rapidformer_templates.run.saved_model import SavedModel
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
@@ -237,7 +239,7 @@ def _show(saved: SavedModel, metrics: dict[str, float], *, as_json: bool, is_run
         print(f"note: the run rounded its base with --quantize-base {coding}. {here}")
 
 
-HARNESS_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}
+HARNESS_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 FORWARDED = {"micro_batch_size": "--batch_size", "max_eval_samples": "--limit", "device": "--device"}
 """Flags that lm-evaluation-harness knows under another name."""
 
@@ -276,10 +278,28 @@ def evaluate_tasks(saved: SavedModel, values: Mapping[str, object]) -> int:
 
 
 def _model_of_harness(folder: Path, values: Mapping[str, object]) -> str:
-    """Return the harness's description of the model: with adapters, they are loaded onto their base."""
+    """Return the harness's description of the model: with adapters, they are loaded onto their base.
+
+    Raises:
+        ConfigError: transformers does not know the model.
+        ModelError: the base does not exist, or it has other weights than the one of the training.
+    """
+    kind = str(read_model_config(folder).get("model_type"))
+    if kind.startswith(CONVERTED):
+        message = f"lm-eval reads models with transformers, which does not know {kind}"
+        hint = "leave --lm-eval out: rapidformer evaluate computes the metrics of the run's task"
+        raise ConfigError(message, where=str(folder), hint=hint)
     described = {"pretrained": str(folder)}
     if (folder / ADAPTERS).is_file():
-        described = {"pretrained": str(values.get("base") or base_named_in(folder)), "peft": str(folder)}
+        from rapidformer_templates.switches.lora.exported import check_named_base, revision_of
+
+        base = cast("str | None", values.get("base"))
+        described = {"pretrained": check_named_base(folder, base), "peft": str(folder)}
+        if not base and (revision := revision_of(folder)):
+            described["revision"] = revision
+        if (folder / "tokenizer_config.json").is_file():
+            described["tokenizer"] = str(folder)
     if precision := values.get("mixed_precision"):
-        described["dtype"] = HARNESS_DTYPES[str(precision)]
+        device = detect(None, "", device=str(values.get("device", "auto"))).device
+        described["dtype"] = HARNESS_DTYPES[precision_on(device, str(precision))]
     return ",".join(f"{name}={value}" for name, value in described.items())

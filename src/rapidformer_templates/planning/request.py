@@ -75,9 +75,13 @@ def micro_follows(config: RunConfig) -> bool:
 
 def precision(config: RunConfig, environment: Environment) -> str:
     """Return the type of matrix products: ``fp32``, ``bf16`` or ``fp16``."""
-    requested: str | None = config.get("mixed_precision")
+    return precision_on(environment.device, config.get("mixed_precision"))
+
+
+def precision_on(device: str, requested: str | None) -> str:
+    """Return the type of matrix products for a device and a value of ``--mixed-precision``."""
     if requested == "auto":
-        return "bf16" if environment.device == "cpu" else "fp16"
+        return "bf16" if device == "cpu" else "fp16"
     return requested or "fp32"
 
 

@@ -29,7 +29,7 @@ from rapidformer_templates.models import loading
 from rapidformer_templates.models.adapters import SETTINGS, FrozenBase, fp32_fingerprint
 from rapidformer_templates.models.weight_files import save_model, tensors_read_one_by_one
 from rapidformer_templates.planning.hub import BESIDE_ADAPTERS, model_folder
-from rapidformer_templates.planning.request import config_file
+from rapidformer_templates.planning.request import config_file, read_model_config
 from rapidformer_templates.system.files import JSON_ERRORS, new_folder, write_json
 from rapidformer_templates.system.tensor_files import TensorFiles
 
@@ -182,11 +182,7 @@ def base_of(folder: Path, base: str | None = None) -> str:
         if not Path(base).is_dir():
             raise ModelError(f"{base} does not exist", where="--base", hint="name the folder with the base model")
         return base
-    try:
-        named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except JSON_ERRORS as error:
-        hint = "restore the file, or name a folder without it"
-        raise ModelError(f"{folder / SETTINGS} cannot be read: {error}", where=str(folder), hint=hint) from error
+    named = _setting(folder, "base_model_name_or_path")
     if not isinstance(named, str) or not named or "\0" in named:
         raise ModelError(
             f"the adapters in {folder} do not name a base",
@@ -199,6 +195,20 @@ def base_of(folder: Path, base: str | None = None) -> str:
         hint = "restore the folder, or name its new place with --base FOLDER"
         raise ModelError(message, where=str(folder / SETTINGS), hint=hint)
     return str(named)
+
+
+def revision_of(folder: Path) -> str | None:
+    """Return the revision of the base that the adapters name, for a base on the hub."""
+    named = _setting(folder, "revision")
+    return named if isinstance(named, str) else None
+
+
+def _setting(folder: Path, name: str) -> object:
+    try:
+        return json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get(name)
+    except JSON_ERRORS as error:
+        hint = "restore the file, or name a folder without it"
+        raise ModelError(f"{folder / SETTINGS} cannot be read: {error}", where=str(folder), hint=hint) from error
 
 
 def read_model(
@@ -219,11 +229,7 @@ def read_model(
 
     settings = PeftConfig.from_pretrained(str(folder))
     settings.task_type = None  # the adapters may be used for another task
-    named = base_of(folder, base_folder)
-    source = model_folder(named, None if base_folder else settings.revision, "weights", flag=str(folder / SETTINGS))
-    reader = loading.own_reader(source)
-    base, info = reader.read_model(factory, source, config) if reader else loading.read_weights(factory, source, config)
-    check_base(base, folder, named)
+    base, info = _read_base(factory, folder, config, base_folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = PeftModel.from_pretrained(base, str(folder), config=settings)
@@ -236,6 +242,36 @@ def read_model(
         with safe_open(folder / WEIGHTS, "pt") as file:
             missing -= {name.removeprefix(PREFIX) for name in file.keys()}  # noqa: SIM118 - it is not a dictionary
     return merged, {"missing_keys": missing, "mismatched_keys": set(), "unexpected_keys": set()}
+
+
+def _read_base(
+    factory: Any, folder: Path, config: PreTrainedConfig, base_folder: str | None
+) -> tuple[Any, loading.LoadingInfo]:
+    """Read and check the base of adapters. The arguments, the result and the errors are those of ``read_model``."""
+    named = base_of(folder, base_folder)
+    source = model_folder(named, None if base_folder else revision_of(folder), "weights", flag=str(folder / SETTINGS))
+    reader = loading.own_reader(source)
+    base, info = reader.read_model(factory, source, config) if reader else loading.read_weights(factory, source, config)
+    check_base(base, folder, named)
+    return base, info
+
+
+def check_named_base(folder: Path, base_folder: str | None) -> str:
+    """Return the folder or name of the base of adapters, for programs that read it themselves, after a check.
+
+    The weights are read once for it. They are not compared for adapters of other programs, and for models whose class
+    is not from transformers.
+
+    Raises:
+        ModelError: the base does not exist, or it has other weights than the one of the training.
+    """
+    named = base_of(folder, base_folder)
+    names = read_model_config(folder).get("architectures")
+    factory = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+    if factory is not None and _fingerprints_in(folder):
+        with loading.quiet_transformers():
+            _read_base(factory, folder, read_config(folder), base_folder)
+    return named
 
 
 def _untie(adapted: nn.Module) -> None:
