@@ -187,9 +187,10 @@ class GRPO(Trainer):
                 loss = [float(session.step(batches).loss) for _ in range(self.flags.updates)][-1]
                 total, count = workers.sum(sum(rewards), len(rewards))
                 history.append([total / count, loss])
-                if len(history) % self.flags.every == 0:
+                since = (len(history) - 1) % self.flags.every + 1
+                if since == self.flags.every or len(history) == self.flags.rounds:
                     session.save(folder, {"history": history})
-                    mean, loss = np.mean(history[-self.flags.every :], axis=0)
+                    mean, loss = np.mean(history[-since:], axis=0)
                     if workers.is_main:
                         print(f"round {len(history)}: reward {mean:.3f}, loss {loss:.4f}", flush=True)
             session.export(Path(folder, "export"), self.tokenizer)
