@@ -334,7 +334,7 @@ def _check_data(saved: Position, fresh: Position, path: Path, run: Run) -> None:
     hint = "continue with the same values, or take only the weights with --load … --weights-only"
     changed = [name for name in fresh.data | saved.data if saved.data.get(name) != fresh.data.get(name)]
     texts = [f"{name} was {saved.data.get(name)}, is {fresh.data.get(name)}" for name in changed if name != PASSES]
-    if (batch := "--global-batch-size") in changed:
+    if changed == [batch := "--global-batch-size"]:
         hint = f"give {batch} {saved.data.get(batch)}: without it, the batch follows --micro-batch-size and the workers"
     texts = texts or ["the version that saved it orders the samples in another way"]
     message = f"the order of the data would change: {'; '.join(texts)}"
