@@ -49,9 +49,7 @@ class MyTask(Finetuner):
         samples = [{"input_ids": row, "labels": (row < 50).sum() > 4} for row in tokens]
         return Data(train=samples[:1024], valid=samples[1024:])
 
-    def build_model(
-        self,
-    ) -> nn.Module:  # in your task: BertForSequenceClassification.from_pretrained(FOLDER, dtype="float32")
+    def build_model(self) -> nn.Module:  # in your task: from_pretrained(FOLDER, dtype="float32")
         config = BertConfig(
             vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
