@@ -157,7 +157,7 @@ def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> l
 def resumed(
     workers: Any, job: str, folder: str, flags: str, chain: Sequence[tuple[str, int | None]]
 ) -> list[tuple[float, float]]:
-    """Return the curve of a run that dies and goes on in other layouts.
+    """Return the curve of a run that dies and continues in other layouts.
 
     Args:
         chain: more flags of each part, and the step after which it dies. The next part begins one step before that.

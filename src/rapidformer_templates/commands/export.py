@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rapidformer_templates.errors import CheckpointError, ConfigError, ModelError
 from rapidformer_templates.models.model_files import CONVERTED
@@ -147,21 +146,13 @@ def serving_line(export: Path) -> str | None:
         return None
     served = [str(export)]
     if (export / ADAPTERS).is_file():
-        served = [base_named_in(export), "--enable-lora", "--lora-modules", f"adapters={export}"]
-        rank = _settings(export).get("r", 0)
+        settings = json.loads((export / ADAPTERS).read_text(encoding="utf-8"))
+        base = settings.get("base_model_name_or_path") or "BASE"
+        served = [base, "--enable-lora", "--lora-modules", f"adapters={export}"]
+        rank = settings.get("r", 0)
         if rank > SERVED_RANK:
             served += ["--max-lora-rank", str(next((size for size in RANKS if size >= rank), rank))]
     return f"serve it with vLLM: {shlex.join(['vllm', 'serve', *served])}"
-
-
-def base_named_in(adapters: Path) -> str:
-    """Return the base that a folder of adapters names, or ``BASE`` if it names none."""
-    return _settings(adapters).get("base_model_name_or_path") or "BASE"
-
-
-def _settings(adapters: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads((adapters / ADAPTERS).read_text(encoding="utf-8"))
-    return settings
 
 
 def _export(run: RunFolder, options: argparse.Namespace) -> Path:

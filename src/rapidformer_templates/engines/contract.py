@@ -1,4 +1,4 @@
-"""What the training loop and the receipts of switches know about an engine.
+"""The names of an engine that the training loop uses, and the receipts of switches.
 
 A receipt has measurements with which a switch shows that it acted. The ``receipt_hooks`` of a switch name a class.
 """

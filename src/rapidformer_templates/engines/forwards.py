@@ -1,4 +1,4 @@
-"""Forwards with a backward of their own, that recompute activations in the backward, and without side effects."""
+"""Operations with a given backward, forwards that the backward recomputes, and forwards without side effects."""
 
 from __future__ import annotations
 

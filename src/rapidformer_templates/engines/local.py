@@ -31,6 +31,7 @@ from rapidformer_templates.engines.optimizer_state import is_in_host_memory
 from rapidformer_templates.engines.recipe import Differing, OptimizerSpec, name_of_rule, trained_parameters
 from rapidformer_templates.engines.step import ComputeLoss, DynamicLossScale, Step, StepMonitor
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
+from rapidformer_templates.models.blocks import norms_with_statistics
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.phase_clock import EXCHANGE
@@ -466,10 +467,9 @@ class SingleEngine:
 
         Call it on every worker before an evaluation. Each replica has seen other samples.
         """
-        for module in self.model.modules() if self.workers.copies > 1 else ():
-            if getattr(module, "track_running_stats", False):
-                for buffer in module.buffers(recurse=False):
-                    dist.broadcast(buffer, group=self.workers.copies_group, group_src=0)
+        for norm in norms_with_statistics(self.model) if self.workers.copies > 1 else ():
+            for buffer in norm.buffers(recurse=False):
+                dist.broadcast(buffer, group=self.workers.copies_group, group_src=0)
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:

@@ -104,6 +104,11 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return longest
 
 
+def norms_with_statistics(model: nn.Module) -> list[nn.Module]:
+    """Return the layers with running statistics of the batches, such as batch norms."""
+    return [module for module in model.modules() if getattr(module, "track_running_stats", False)]
+
+
 def tables_of(model: nn.Module) -> frozenset[str]:
     """Return names of parameters that are read by row or column: embeddings, and the head that scores the tokens."""
     get_head: object = getattr(model, "get_output_embeddings", None)

@@ -28,6 +28,7 @@ from rapidformer_templates.engines.recipe import FirstUses, OptimizerSpec, depth
 from rapidformer_templates.errors import ConfigError, DataError, ModelError
 from rapidformer_templates.models.adapters import new_modules_of
 from rapidformer_templates.models.architectures import choose_frequencies, notes_about_frequencies
+from rapidformer_templates.models.blocks import norms_with_statistics
 from rapidformer_templates.models.label_use import in_evaluation, label_use
 from rapidformer_templates.models.model_files import check_not_quantized, quantized_error
 from rapidformer_templates.planning.config import RunConfig
@@ -154,7 +155,7 @@ def _notes_about_numbers(model: nn.Module, plan: Plan) -> Iterator[str]:
 
     Only DeepSpeed in 16 bits has masters for them. The other engines have masters for fp32 parameters.
     """
-    if any(getattr(module, "track_running_stats", False) for module in model.modules()):
+    if norms_with_statistics(model):
         what = "a batch norm computes with one micro batch of one worker"
         yield f"{what}, so the loss depends on the micro batch size and on the number of workers"
     types = sorted(

@@ -1,4 +1,4 @@
-"""What the planner says about fp8, compared with a run of the engine and torchao on tensors without data."""
+"""Layers and memory that the planner predicts for fp8, compared with runs of the engine on tensors without data."""
 
 import json
 

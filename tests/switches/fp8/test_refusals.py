@@ -1,4 +1,4 @@
-"""What the rules of fp8 say. Nothing here needs torchao."""
+"""Refusals and notes of fp8, which need no torchao."""
 
 import pytest
 

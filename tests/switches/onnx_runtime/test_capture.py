@@ -1,4 +1,4 @@
-"""Modules that ONNX Runtime captures or refuses, our translations of operators, and whole runs beside eager ones."""
+"""Modules that ONNX Runtime captures or refuses, translations of operators, and runs compared with eager ones."""
 
 import copy
 from functools import partial

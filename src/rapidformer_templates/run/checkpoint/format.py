@@ -59,7 +59,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def candidates(root: Path) -> list[Path]:
-    """Return the finished checkpoints of a run, newest first. Those that training left by going back come last.
+    """Return the finished checkpoints of a run, newest first, then those that training left by going back.
 
     Raises:
         CheckpointError: the folder exists but cannot be read. That does not mean that there are none.

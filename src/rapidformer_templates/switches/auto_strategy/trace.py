@@ -157,7 +157,7 @@ class Trace:
         return sum(phase.flops for phase in self.phases)
 
     def fp8_casts(self, *, fuses: bool) -> int:
-        """Return the most bytes that casts of a product's operands to fp8 take, which end with the product.
+        """Return the bytes of the largest casts to fp8: of both operands of a product, while it is computed.
 
         Args:
             fuses: whether a compiler fuses them. Otherwise, an operand is scaled and clamped in fp32 on its way.

@@ -8,7 +8,6 @@ from itertools import islice
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,11 +17,10 @@ from rapidformer_templates.engines.contract import Probe, Receipt, sum_of_bits
 from rapidformer_templates.engines.forwards import PRODUCTS, Checkpointed, checkpointed_forward
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.blocks import norms_with_statistics
 from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
 
 FLAG = "--checkpoint-activations"
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Layers with running statistics, which must see each batch only once."""
 
 
 def checkpoint_activations(assembly: Assembly, building: Building[CheckpointActivationsFlags]) -> None:
@@ -38,7 +36,7 @@ def checkpoint_activations(assembly: Assembly, building: Building[CheckpointActi
     blocks, options = assembly.require_blocks("activation checkpointing", FLAG), building.options
     selective = options.recompute_granularity == "selective"
     for block in islice(blocks.values(), options.recompute_num_layers):
-        norms = [module for module in block.modules() if isinstance(module, NORMS)]
+        norms = norms_with_statistics(block)
         block.forward = Checkpointed(block.forward, selective=selective, norms=norms, flag=FLAG)
 
 

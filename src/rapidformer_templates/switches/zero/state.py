@@ -81,12 +81,12 @@ class ZeroState(ABC):
         self.names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
         self.fragments: list[list[Fragment]] = []
 
-    # What differs between the stages.
+    # The differences between the stages.
 
     @property
     @abstractmethod
     def masters(self) -> list[Any]:
-        """The flat partitions. Those on a disk are empty."""
+        """The flat partitions, which are empty if they are on a disk."""
 
     @abstractmethod
     def partition(self, index: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
