@@ -53,8 +53,9 @@ ELSEWHERE = {
     "auto-strategy": ("tests/switches/auto_strategy/test_auto_strategy.py", RECEIPTS),
     "tf32": ("tests/test_gpu.py", "tests/switches/test_on_a_gpu.py"),
     "offload-activations": ("tests/switches/offload_activations",),
+    "fp8-products": ("tests/switches/fp8/test_products.py",),
 }
-"""Tests of switches that have no row in the covering table on a machine without a GPU."""
+"""Tests of switches that have no row in the covering table on a machine without a GPU. Those of fp8 need torchao."""
 
 NEEDS_GPU = {"tf32"}
 """Switches that have no effect without a GPU, so that no test can notice their absence."""
