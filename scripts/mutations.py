@@ -54,8 +54,10 @@ ELSEWHERE = {
     "tf32": ("tests/test_gpu.py", "tests/switches/test_on_a_gpu.py"),
     "offload-activations": ("tests/switches/offload_activations",),
     "fp8-products": ("tests/switches/fp8/test_products.py",),
+    "sequence-parallel": ("tests/switches/tensor_parallel",),
+    "fsdp-options": ("tests/switches/fsdp",),
 }
-"""Tests of switches that have no row in the covering table on a machine without a GPU. Those of fp8 need torchao."""
+"""Tests of switches without a quick row in the covering table on a machine without a GPU. Those of fp8 need torchao."""
 
 NEEDS_GPU = {"tf32"}
 """Switches that have no effect without a GPU, so that no test can notice their absence."""
@@ -85,8 +87,10 @@ def without_switch(name: str) -> str | None:
     """Omit a switch. Returns the first test that fails, or None."""
     if name in NEEDS_GPU and not torch.cuda.is_available():
         return "not tried: it needs a GPU"
-    tests = ELSEWHERE.get(name, (PAIRS,))
-    return first_failure(tests, {"RAPIDFORMER_LEFT_OUT": name}, "-p", "tests.support.left_out")
+    tests, plugin = ELSEWHERE.get(name, (PAIRS,)), ("-p", "tests.support.left_out")
+    environment = {"RAPIDFORMER_LEFT_OUT": name}
+    # Rows that need four workers or a fast disk are among the longer cases.
+    return first_failure(tests, environment, *plugin) or first_failure(tests, environment, *plugin, "-m", "longer")
 
 
 def with_line(line: Line) -> str | None:
