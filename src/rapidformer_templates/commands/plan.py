@@ -29,13 +29,13 @@ from rapidformer_templates.planning.resolve import choose_template, resolve, wit
 from rapidformer_templates.run import scripts
 from rapidformer_templates.run.early_checks import check_metric
 from rapidformer_templates.switches.auto_strategy.device_file import read_device_file
-from rapidformer_templates.switches.auto_strategy.results import TrainingTerms
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.run import Template
     from rapidformer_templates.switches.auto_strategy.command import MeasurePlan
     from rapidformer_templates.switches.auto_strategy.model_of_flags import ModelSource
+    from rapidformer_templates.switches.auto_strategy.results import TrainingTerms
 
 DESCRIPTION = """Resolve the flags of a training command, print the plan, and start nothing.
 
@@ -102,11 +102,17 @@ class PlanFlags:
         return self.world_size.counts[0] if self.world_size else None
 
     @property
-    def terms(self) -> TrainingTerms | None:
-        """The terms of the whole training. None if the flags ask for no prediction."""
-        terms = (self.tokens, self.price_per_hour, self.disk_gb_per_second)
-        is_asked = self.engine_memory or any(value is not None for value in terms)
-        return TrainingTerms(*terms) if is_asked else None
+    def terms(self) -> TrainingTerms:
+        """The terms of the whole training."""
+        from rapidformer_templates.switches.auto_strategy.results import TrainingTerms  # help and plain plans need none
+
+        return TrainingTerms(self.tokens, self.price_per_hour, self.disk_gb_per_second)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the flags ask for predictions of the whole training."""
+        values = (self.tokens, self.price_per_hour, self.disk_gb_per_second)
+        return self.engine_memory or any(value is not None for value in values)
 
     def check(self, config: RunConfig) -> None:
         """Check that these flags agree with one another and with the training command.
@@ -278,7 +284,7 @@ def _plan_script(script: str, words: list[str]) -> int:
         kind, config = type(template), template.config
         world, local = options.workers or config.launch.nproc_per_node, options.local_world_size
         source = None
-        if not options.yaml and (configure.is_searched(config) or options.terms):
+        if not options.yaml and (configure.is_searched(config) or options.predicts):
             from rapidformer_templates.switches.auto_strategy.model_of_flags import FlagModel
 
             source = hook_model(template, FlagModel, searching=configure.is_searched(config))
@@ -352,7 +358,7 @@ def _search(request: _PlanRequest) -> int:
     from rapidformer_templates.switches.auto_strategy.command import plan_command
 
     config, place, options, source = request.config, request.place, request.options, request.source
-    terms, as_json, cached = options.terms or TrainingTerms(), options.json, options.search_cache
+    terms, as_json, cached = options.terms, options.json, options.search_cache
     if options.world_size and len(options.world_size.counts) > 1:
         counts = options.world_size.counts
         place = dataclasses.replace(place, local_world_size=options.local_world_size or max(counts))
@@ -367,7 +373,7 @@ def _print_plan(request: _PlanRequest, plan: Plan) -> None:
         more["script"] = dataclasses.asdict(request.script)
         hooks = ", ".join(request.script.hooks) or "none"
         lines.append(f"script: {request.script.file}: {request.script.template}, own hooks: {hooks}")
-    if request.options.terms:
+    if request.options.predicts:
         from rapidformer_templates.switches.auto_strategy.command import predict_run
 
         own = request.script is not None and "build_optimizer" in request.script.hooks
