@@ -56,11 +56,11 @@ def of_mlflow(run: Path) -> Tracker:
     return [(metric.key, metric.step, metric.value) for history in histories for metric in history]
 
 
-def records_of_wandb(run: Path) -> Iterator[Any]:
+def records_of_wandb(run: Path, *, newest: bool = False) -> Iterator[Any]:
     """Read the store with a second reader of LevelDB's log, which looks for every record and has no state."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    for path in sorted((run / "trackers" / "wandb").glob("offline-run-*/*.wandb")):
+    for path in sorted((run / "trackers" / "wandb").glob("offline-run-*/*.wandb"))[-1 if newest else 0 :]:
         data, entry = path.read_bytes(), b""
         blocks = [data[i : i + 32768] for i in range(0, len(data), 32768)]
         for number, block in enumerate(blocks):
@@ -77,7 +77,8 @@ def values_of_wandb(items: Any) -> dict[str, Any]:
 
 
 def of_wandb(run: Path) -> Tracker:
-    rows = [values_of_wandb(record.history.item) for record in records_of_wandb(run)]
+    """Read the files of the newest process, which repeats the whole curve."""
+    rows = [values_of_wandb(record.history.item) for record in records_of_wandb(run, newest=True)]
     return [(name, row["_step"], value) for row in rows for name, value in row.items() if not name.startswith("_")]
 
 

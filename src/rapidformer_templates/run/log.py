@@ -1,9 +1,8 @@
 """The log of a run: its metrics in ``metrics.jsonl`` and in the trackers, and its progress on the terminal.
 
-Trackers receive the flags and the plan, each line of ``metrics.jsonl`` once, and the summary. A resumed run repeats
-some steps, and some values of the earlier process may not have arrived. So each tracker's store is read once at the
-start. The tracker then receives the missing values of the lines that are kept, and those values of new lines that it
-does not have yet. :class:`Means` and :class:`LayerGradNorms` compute values of these lines.
+Trackers receive the flags and the plan, each line of ``metrics.jsonl`` once, and the summary. The run folder remembers
+the last step that each tracker has received. A resumed run sends the lines after it that are kept, and no step that it
+repeats. :class:`Means` and :class:`LayerGradNorms` compute values of these lines.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -27,21 +25,19 @@ from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flag_values import chosen_trackers
 from rapidformer_templates.run.folder import MetricsFile, MetricsLine, RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.trackers import KINDS, IsLogged, Tracker
+from rapidformer_templates.run.trackers import KINDS, Tracker
 from rapidformer_templates.system.accelerator import HostCopy
-from rapidformer_templates.system.files import JSON_ERRORS, write_json
+from rapidformer_templates.system.files import JSON_ERRORS, to_json
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
 
 RUN_IDS = "runs.json"
-"""File with the identity of the run in each tracker, so that a resumed run finds it again."""
+"""File with the identity of the run in each tracker, the last step that was sent, and the step of the summary."""
 
-CONFIGURED = "configured"
+SENT, ENDED = "sent", "ended"
 DECISIONS = ("template", "engine", "device", "precision", "optimizer", "optimizer_implementation", "switches")
 """Fields of the plan that are parameters of a run."""
 
 Parameter = str | int | float | bool
-V = TypeVar("V")
-
 
 TrackerResult = dict[str, str | None]
 """The result of a tracker for the summary: ``where`` its curves are, and why it ``failed``, or None."""
@@ -60,15 +56,14 @@ class Trackers:
         self.workers, self.folder = run.workers, folder
         self.failed: dict[str, str] = {}
         ids = folder.trackers / RUN_IDS
-        self._known: dict[str, dict[str, str | bool]] = {}
-        """The identities that an earlier process of this run stored."""
+        self._known: dict[str, dict[str, str | int]] = {}
+        """The content of the file, which an earlier process of this run may have stored."""
         if ids.exists():
             try:
                 self._known = {name: dict(one) for name, one in json.loads(ids.read_text(encoding="utf-8")).items()}
             except JSON_ERRORS as error:
                 say(self.workers, f"{ids} cannot be read ({error}): the trackers begin new runs", loud=True)
         self._open: dict[str, Tracker] = {}
-        self._is_logged: dict[str, IsLogged] = {}
         self._row: dict[str, float] = {}
         self._step = 0
         folder.trackers.mkdir(exist_ok=True)
@@ -85,19 +80,20 @@ class Trackers:
     def _open_tracker(self, name: str, run: Run, parameters: Mapping[str, Parameter]) -> None:
         title = run.config.training.run_name or self.folder.path.resolve().name
         saved = self._known.get(name, {})
-        identity = {key: str(value) for key, value in saved.items() if key != CONFIGURED}
-        self._open[name] = tracker = KINDS[name](
-            self.folder.trackers, title, run.config.training.project_name, identity
-        )
-        self._remember(name, {**tracker.identity, CONFIGURED: saved.get(CONFIGURED, False)})
-        if tracker.sends_later or not saved.get(CONFIGURED):
+        identity = {key: str(value) for key, value in saved.items() if key not in (SENT, ENDED)}
+        tracker = KINDS[name](self.folder.trackers, title, run.config.training.project_name, identity)
+        if tracker.sends_later or not saved:
             tracker.tracker.store_init_configuration(dict(parameters))
-            self._remember(name, {**tracker.identity, CONFIGURED: True})
-        self._is_logged[name] = tracker.logged()
+        self._remember(name, {**tracker.identity, SENT: tracker.arrived(int(saved.get(SENT, 0)))})
+        self._open[name] = tracker
 
-    def _remember(self, name: str, identity: dict[str, str | bool]) -> None:
-        self._known[name] = identity
-        write_json(self.folder.trackers / RUN_IDS, self._known)
+    def _remember(self, name: str, facts: Mapping[str, str | int]) -> None:
+        """Store facts about the run in a tracker. They are not synced to disk, because that would delay each line."""
+        self._known[name] = {**self._known.get(name, {}), **facts}
+        path = self.folder.trackers / RUN_IDS
+        half = path.with_suffix(".tmp")
+        half.write_text(to_json(self._known), encoding="utf-8")
+        half.replace(path)
 
     def log(self, line: MetricsLine) -> None:
         """Log a line of metrics. Lines of one step are combined, because some trackers accept each step only once."""
@@ -112,20 +108,22 @@ class Trackers:
         """Log the collected values of the current step. No more values may follow for it."""
         row, self._row = self._row, {}
         if row:
-            self._all(lambda tracker, is_logged: self._log_new(tracker.log, row, is_logged))
+            self._all(partial(self._send, row))
 
-    def _log_new(self, log: Callable[[Mapping[str, V], int], None], row: Mapping[str, V], is_logged: IsLogged) -> None:
-        new = {name: value for name, value in row.items() if not is_logged(name, self._step)}
-        if new:
-            log(new, self._step)
+    def _send(self, row: Mapping[str, float], name: str, tracker: Tracker) -> None:
+        if self._step > int(self._known[name][SENT]):
+            tracker.log(row, self._step)
+            self._remember(name, {SENT: self._step})
 
     def end(self, summary: Summary) -> dict[str, TrackerResult]:
         """Log the summary, and close. Returns the result of each tracker by its name."""
         self.flush()
-        self._step = summary["steps"]
+        step = summary["steps"]
 
-        def summarise(tracker: Tracker, is_logged: IsLogged) -> None:
-            self._log_new(tracker.summarise, results_of(summary, totals_as_text=not tracker.has_summary), is_logged)
+        def summarise(name: str, tracker: Tracker) -> None:
+            if self._known[name].get(ENDED) != step:
+                tracker.summarise(results_of(summary, totals_as_text=not tracker.has_summary), step)
+                self._remember(name, {ENDED: step})
 
         self._all(summarise)
         where = {name: tracker.where for name, tracker in self._open.items()}
@@ -135,12 +133,12 @@ class Trackers:
 
     def close(self) -> None:
         self.flush()
-        self._all(lambda tracker, _: tracker.tracker.finish())
+        self._all(lambda name, tracker: tracker.tracker.finish())
         self._open.clear()
 
-    def _all(self, call: Callable[[Tracker, IsLogged], None]) -> None:
+    def _all(self, call: Callable[[str, Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
-            self._try(name, lambda name=name, tracker=tracker: call(tracker, self._is_logged[name]))  # type: ignore[misc]
+            self._try(name, partial(call, name, tracker))
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
         """Disable a tracker if the call fails. Trackers may raise any exception, and none should end a run."""

@@ -1,20 +1,15 @@
-"""The trackers of ``--report-to``: how accelerate opens them, and how a resumed run finds its earlier values.
-
-Logged values are looked up in the tracker's own store, because a killed process does not know what arrived there.
-"""
+"""The trackers of ``--report-to``: how accelerate opens them, and how a resumed run finds its run there again."""
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 import uuid
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from os import environ
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -26,9 +21,6 @@ PROJECT = "rapidformer"
 
 MAX_TAG = 5000
 """Characters that every version of mlflow accepts in a tag."""
-
-IsLogged = Callable[[str, int], bool]
-"""Returns whether a value with this name was logged for this step."""
 
 
 class Tracker(ABC):
@@ -74,9 +66,9 @@ class Tracker(ABC):
     def _started(self) -> None:  # noqa: B027 - some have nothing to add
         """Store the name and location that the tracker has chosen for the run."""
 
-    @abstractmethod
-    def logged(self) -> IsLogged:
-        """Return a function that looks up logged values in the tracker's own store."""
+    def arrived(self, sent: int) -> int:
+        """Return the last step that has surely arrived, given the last one that was sent."""
+        return sent
 
     @property
     @abstractmethod
@@ -97,11 +89,6 @@ def _tracker(name: str, /, *arguments: object, **keywords: object) -> GeneralTra
     return LOGGER_TYPE_TO_CLASS[name](*arguments, **keywords)
 
 
-def _is_among(entries: Iterable[tuple[str, int]]) -> IsLogged:
-    logged = set(entries)
-    return lambda name, step: (name, step) in logged
-
-
 class TensorBoard(Tracker):
     """TensorBoard event files."""
 
@@ -113,17 +100,6 @@ class TensorBoard(Tracker):
 
     def _open(self) -> GeneralTracker:
         return _tracker("tensorboard", self._events.name, self._events.parent)
-
-    def logged(self) -> IsLogged:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(str(self._events), size_guidance={"scalars": 0})
-        events.Reload()
-        tags = events.Tags()
-        logged = [(tag, event.step) for tag in tags["scalars"] for event in events.Scalars(tag)]
-        for tag in tags["tensors"]:
-            logged += [(tag.removesuffix("/text_summary"), event.step) for event in events.Tensors(tag)]
-        return _is_among(logged)
 
     @property
     def where(self) -> str:
@@ -143,15 +119,10 @@ class WandB(Tracker):
         options = {"id": self.identity["id"], "name": self.identity["name"], "dir": str(self.folder)}
         return _tracker("wandb", self.identity["project"], resume="allow", **options)
 
-    def logged(self) -> IsLogged:
-        """Look up logged values. A server only knows its newest step. Offline, the local files list all values."""
+    def arrived(self, sent: int) -> int:
+        """Return the newest step of the server. Offline it is 0: a killed process loses what it has not written yet."""
         run = self.tracker.tracker
-        if not run.offline:
-            newest = run.step
-            return lambda name, step: step < newest
-        files = sorted((self.folder / "wandb").glob(f"*run-*-{self.identity['id']}/*.wandb"))
-        entries = (row for path in files for row in rows(path))
-        return _is_among((name, row["_step"]) for row in entries if "_step" in row for name in row)
+        return 0 if run.offline else int(run.step) - 1
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.tracker.log(dict(values), step=step, commit=True)  # otherwise it would wait for the next step
@@ -186,14 +157,6 @@ class MLflow(Tracker):
         import mlflow
 
         self.identity |= {"id": self.tracker.tracker.info.run_id, "uri": mlflow.get_tracking_uri()}
-
-    def logged(self) -> IsLogged:
-        import mlflow
-
-        client, run = mlflow.MlflowClient(), self.identity["id"]
-        history = {name: client.get_metric_history(run, name) for name in client.get_run(run).data.metrics}
-        is_logged = _is_among((name, metric.step) for name, metrics in history.items() for metric in metrics)
-        return lambda name, step: is_logged(_allowed(name), step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         super().log({_allowed(name): value for name, value in values.items()}, step)
@@ -230,53 +193,9 @@ class Trackio(Tracker):
             self.identity["id"] = self.identity["name"] + (f"-{uuid.uuid4().hex[:8]}" if is_taken else "")
         return _tracker("trackio", self.identity["project"], name=self.identity["id"], resume="allow")
 
-    def logged(self) -> IsLogged:
-        from trackio.sqlite_storage import SQLiteStorage
-
-        logs = SQLiteStorage.get_logs(self.identity["project"], self.identity["id"])
-        return _is_among((name, row["step"]) for row in logs for name in row)
-
     @property
     def where(self) -> str:
         return f"trackio show --project {self.identity['project']}"
 
 
 KINDS: Mapping[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, WandB, MLflow, Trackio)}
-
-
-HEAD = 7
-"""Bytes before the first block, and before each piece of an entry."""
-
-BLOCK = 32768
-WHOLE, FIRST, LAST = 1, 2, 4
-
-
-def entries(path: Path) -> Iterator[bytes]:
-    """Yield the complete entries. The file of a killed run may end anywhere."""
-    data = path.read_bytes()
-    position, entry = HEAD, b""
-    while position + HEAD <= len(data):
-        room = BLOCK - position % BLOCK
-        if room < HEAD:
-            position += room  # the rest of a block has no room for a header
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        piece = data[position + HEAD : position + HEAD + length]
-        if len(piece) < length or kind == 0:
-            return
-        position += HEAD + length
-        entry = piece if kind in (WHOLE, FIRST) else entry + piece
-        if kind in (WHOLE, LAST):
-            yield entry
-
-
-def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the logged values of each step, in the order in which they were logged. ``_step`` is the step."""
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
-
-    for entry in entries(path):
-        record = Record()
-        record.ParseFromString(entry)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
