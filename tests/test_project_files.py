@@ -55,8 +55,8 @@ def test_a_dockerfile_copies_what_exists(path: Path) -> None:
 
 
 def _tested_versions() -> list[list[str]]:
-    page = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
-    table = page.partition("\n## Versions that were tested together\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    table = page.partition("\n### Versions that were tested together\n")[2].partition("\n#")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
     return rows[1:]
 

@@ -34,7 +34,6 @@ NOT_RUN = {
     r"rapidformer doctor": "imports every package: tests/commands/test_doctor.py",
     r"rapidformer demo$": "tests/commands/test_demo.py, with the pretrained model",
     r".*--nproc-per-node [3-8]": "starts more workers than a test of the manual may: tests/engines, tests/switches",
-    r".*wandb": "needs an account: tests/run/test_trackers.py",
     r"rapidformer data merge": "joins sets that other machines have made: tests/commands/test_data.py",
     r".*_8bit": "needs torchao: tests/switches/optimizer/test_updates.py",
     r".*--fp8-recipe": "needs torchao: tests/switches/fp8",
@@ -44,9 +43,8 @@ NOT_RUN = {
 
 NEEDS_A_RUN = {
     "docs/after-training.md": "the runs of two other pages: tests/commands/test_export.py and its neighbours",
-    "docs/how-to/evaluate-and-predict.md": "a run of the reader: tests/commands/test_evaluate.py, test_predict.py",
-    "docs/how-to/load-the-export.md": "a run of the reader: tests/commands/test_export.py",
-    "docs/how-to/seven-billion-on-24-gb.md": "a GPU: tests/test_gpu.py",
+    "docs/how-to/evaluate-and-predict.md": "a run of the reader: tests/commands/test_evaluate.py, test_export.py",
+    "docs/how-to/out-of-memory.md": "a GPU: tests/test_gpu.py",
     "docs/how-to/use-the-hub.md": "the hub: tests/run/test_hub.py",
     "CONTRIBUTING.md": "the repository",
 }

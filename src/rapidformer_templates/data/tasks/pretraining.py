@@ -88,7 +88,7 @@ class Pretraining(Task):
         for flag in sorted({flag for other in kinds for flag in other.flags}):
             if flag not in kind.flags and getattr(config.data, flag) != getattr(DataFlags(), flag):
                 message = f"{architecture} is pretrained without {spelling(flag)}"
-                hint = "leave it out; docs/pretraining-objectives.md says what acts with which architecture"
+                hint = "leave it out; docs/pretraining-data.md says what acts with which architecture"
                 raise DataError(message, where=f"{spelling(flag)} ({config.origin(flag)})", hint=hint)
         return kind
 
