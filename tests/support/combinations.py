@@ -171,9 +171,9 @@ def accepted(names: Sequence[str], most: int = 4) -> Combination | None:
     return _accepted(names, world=4 if shards or FOUR & set(names) else most if divided else 2)
 
 
-def accepted_on_one(names: Sequence[str], device: str) -> Combination | None:
-    """Return the run of these switches in one process on a device of that kind, or None if the rules refuse it."""
-    return _accepted(names, world=1, device=device)
+def accepted_on(device: str, names: Sequence[str], world: int = 1) -> Combination | None:
+    """Return the run of these switches on devices of that kind, or None if the rules refuse it."""
+    return _accepted(names, world, device)
 
 
 def _accepted(names: Sequence[str], world: int, device: str = "cpu") -> Combination | None:

@@ -307,6 +307,8 @@ def _serve(rank: int, device: str, pipe: Connection, of_others: list[Connection]
             except EOFError:
                 return
             become_worker(rank, count, port, environment)
+            if device == "cuda" and count > torch.cuda.device_count():
+                os.environ.update(_on_one_gpu(rank))
             _number_anew()
             if not is_first:
                 _forget_meshes()
@@ -316,6 +318,16 @@ def _serve(rank: int, device: str, pipe: Connection, of_others: list[Connection]
                 pipe.send(result)
             except BaseException as error:  # the result cannot be pickled
                 pipe.send(Failure(type(error).__name__, str(error), traceback.format_exc()))
+
+
+def _on_one_gpu(rank: int) -> dict[str, str]:
+    """Return the environment in which NCCL lets several ranks share the first GPU.
+
+    It refuses two ranks of one host on a device, and a host is what ``NCCL_HOSTID`` says. The ranks then exchange
+    over sockets, so this shows what is right, and not how fast it is.
+    """
+    hosts = {"LOCAL_RANK": "0", "NCCL_HOSTID": f"one-gpu-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "2"}
+    return hosts | {f"NCCL_{name}_DISABLE": "1" for name in ("P2P", "SHM", "IB")} | {"NCCL_NVLS_ENABLE": "0"}
 
 
 def _number_anew() -> None:

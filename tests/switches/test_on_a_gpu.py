@@ -10,7 +10,7 @@ import torch
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.registry import REGISTRY
 from tests.support import covering
-from tests.support.combinations import FP8, Combination, Size, accepted_on_one, distance, train
+from tests.support.combinations import FP8, Combination, Size, accepted_on, distance, train
 from tests.support.worker_pool import end_pool, run_in_workers
 
 pytestmark = [
@@ -33,7 +33,7 @@ CHOICES = 0.05
 def _accepted_alone() -> list[str]:
     absent = set() if "torchao" in installed_packages() else {FP8}
     names = [switch.name for switch in REGISTRY.switches if switch.name not in absent]
-    return [name for name in names if accepted_on_one([name], "cuda")]
+    return [name for name in names if accepted_on("cuda", [name])]
 
 
 def _runs() -> Iterator[Combination]:
@@ -42,9 +42,9 @@ def _runs() -> Iterator[Combination]:
     seen = set()
     for names in (*([name] for name in alone), *covering.table()["rows"]):
         taken = [name for name in names if name in alone]
-        while taken and not accepted_on_one(taken, "cuda"):
+        while taken and not accepted_on("cuda", taken):
             taken.pop()
-        found = accepted_on_one(taken, "cuda")
+        found = accepted_on("cuda", taken)
         if found and found.names and found.names not in seen:
             seen.add(found.names)
             yield found
