@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset, default_collate
 
@@ -31,6 +34,7 @@ from rapidformer_templates.data.types import Data
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import undecayed
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.run.performance import peak_memory_mb
 from rapidformer_templates.system.process_state import resident_bytes
 from rapidformer_templates.system.workers import join
@@ -202,6 +206,29 @@ def plain(step_done: StepDone, job: Job, compiled: bool = False) -> Result:
     memory.ready(step_done)
     clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), CLIP)
     _train(step_done, job, forward, optimizer, scheduler, device=torch.device(job.device), clip=clip)
+    return memory.result()
+
+
+def torchtitan(step_done: StepDone, job: Job) -> Result:
+    """Train a causal language model as torchtitan does on one device: compiled blocks and loss, cuDNN's attention."""
+    if job.workers > 1 or job.model.kind not in ("gpt", "llama"):
+        raise Unavailable("the loop is for a causal language model on one worker")
+    memory = Memory(job)
+    model = job.build().to(job.device)
+    optimizer, scheduler = job.optimizer(model)
+    for name in find_blocks(model):
+        model.get_submodule(name).compile()
+    head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[operator]
+    loss_of = torch.compile(lambda logits, labels: cross_entropy(logits.flatten(0, 1).float(), labels.flatten()))
+
+    def forward(input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = head(model.base_model(input_ids=input_ids).last_hidden_state)  # type: ignore[operator]
+        return SimpleNamespace(loss=loss_of(logits[:, :-1], labels[:, 1:]))
+
+    memory.ready(step_done)
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), CLIP)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        _train(step_done, job, forward, optimizer, scheduler, device=torch.device(job.device), clip=clip)
     return memory.result()
 
 
@@ -378,7 +405,7 @@ def hf_trainer(step_done: StepDone, job: Job, compiled: bool = False) -> Result:
     return memory.result()
 
 
-HAND_WRITTEN, HF_TRAINER = "plain PyTorch", "transformers' Trainer"
+HAND_WRITTEN, HF_TRAINER, TORCHTITAN = "plain PyTorch", "transformers' Trainer", "torchtitan's loop"
 
 LOOPS: dict[str, Callable[..., Result]] = {
     "rapidformer_templates": ours,
@@ -388,6 +415,7 @@ LOOPS: dict[str, Callable[..., Result]] = {
     "accelerate": accelerate,
     "accelerate DDP": accelerate,
     "accelerate FSDP": partial(accelerate, sharding="fsdp"),
+    TORCHTITAN: torchtitan,
     "torch fully_shard": torch_fully_shard,
     "torch parallelize_module + fully_shard": torch_two_levels,
     **{f"accelerate ZeRO-{stage}": partial(accelerate, sharding=str(stage)) for stage in (1, 2, 3)},

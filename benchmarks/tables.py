@@ -33,7 +33,7 @@ from benchmarks.contest import (
     table,
     verdict,
 )
-from benchmarks.loops import HAND_WRITTEN, HF_TRAINER, Job, train
+from benchmarks.loops import HAND_WRITTEN, HF_TRAINER, TORCHTITAN, Job, train
 from benchmarks.workers import Loop
 from rapidformer_templates.commands.bench.cli import spread
 from rapidformer_templates.commands.bench.models import (
@@ -218,7 +218,9 @@ TABLES = {
         {
             "eager": Solution("", (HAND_WRITTEN, HF_TRAINER), precision="best"),
             "compiled": Solution(
-                "--torch-compile", (f"{HAND_WRITTEN} compiled", f"{HF_TRAINER} compiled"), precision="best"
+                "--torch-compile",
+                (f"{HAND_WRITTEN} compiled", f"{HF_TRAINER} compiled", TORCHTITAN),
+                precision="best",
             ),
         },
         SCALES,

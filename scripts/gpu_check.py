@@ -1,10 +1,11 @@
 """Check one GPU and measure on it, in one call of less than nine minutes.
 
 ``python scripts/gpu_check.py --output results`` runs three kinds of parts. It runs the rehearsals of tests/rehearsal on
-the GPU and the tests that need one. It measures the model FLOPs utilisation of BERT-base, GPT-124M and GPT-1.3B, and
-that of a hand-written loop and of transformers' Trainer. It profiles each model (how often the host waits per step, and
-how long the device is idle). The results are in ``gpu_check.json``. Each part is a process with its own time limit, and
-the file is written after each part.
+the GPU and the tests that need one, also those of NCCL ranks that share it. It measures the model FLOPs utilisation of
+BERT-base, two GPTs and a Llama with grouped heads, and that of a hand-written loop, of torchtitan's and of
+transformers' Trainer. It profiles each model (how often the host waits per step, and how long the device is idle). The
+results are in ``gpu_check.json``. Each part is a process with its own time limit, and the file is written after each
+part. Parts without time left are skipped: name parts to run those whose names contain a word.
 
 ``--device cpu --tiny`` tries the script itself on any machine.
 """
@@ -28,6 +29,7 @@ GOALS = {
     "bert-base": {"utilisation": 0.45, "over plain PyTorch": 0.99, "over transformers' Trainer": 1.2},
     "gpt-124m": {"utilisation": 0.45, "over plain PyTorch": 0.99, "over transformers' Trainer": 1.2},
     "paper": {"utilisation": 0.50, "over plain PyTorch": 0.99, "over transformers' Trainer": 1.2},
+    "llama-1.5b": {"utilisation": 0.50, "over torchtitan's loop": 1.0, "over transformers' Trainer compiled": 1.2},
 }
 IDLE_GOAL = 0.02
 OF_THE_PROFILER = ("cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -57,7 +59,9 @@ def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
     found = [Part("versions", ["-m", "rapidformer_templates", "doctor"], 120)]
     if not tiny:
         for name, marker, where, seconds in (
-            ("rehearsed runs", "accelerator", "tests/rehearsal", 120.0), ("tests", "gpu", "tests/test_gpu.py", 150.0),
+            ("ranks", "gpu", "tests/test_nccl.py", 200.0), ("tests", "gpu", "tests/test_gpu.py", 150.0),
+            ("switches", "gpu", "tests/switches/test_on_a_gpu.py", 150.0),
+            ("rehearsed runs", "accelerator", "tests/rehearsal", 120.0),
         ):  # fmt: skip
             words = ["-m", marker, str(ROOT / where), f"--junitxml={output / name.replace(' ', '-')}.xml"]
             found.append(Part(name, [*pytest, *words], seconds))
@@ -67,7 +71,15 @@ def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
         record = [__file__, "--record", scale, "--device", device, "--output", str(folder)]
         found.append(Part(f"profile {scale}", record, 60 * slack, folder / "run/profile/summary.json"))
         found.append(_utilisation(f"utilisation {scale}", scale, "eager", output, device, 120 * slack))
-    return found if tiny else [*found, _utilisation("compiled", "gpt-124m", "compiled", output, device, 120)]
+    if not tiny:
+        found += [
+            _utilisation(f"utilisation {scale}, compiled", scale, "compiled", output, device, 150)
+            for scale in ("llama-1.5b", "gpt-124m")
+        ]
+        for name in ("packing", "moe", "adapters"):
+            file = output / f"{name}.json"
+            found.append(Part(name, ["-m", "benchmarks", name, "--json", str(file)], 120, file))
+    return found
 
 
 def _utilisation(name: str, scale: str, solution: str, output: Path, device: str, seconds: float) -> Part:
@@ -98,12 +110,14 @@ def verdicts(results: dict[str, dict[str, Any]]) -> list[str]:
     """Return lines that compare the goals with the measured values."""
     lines = []
     for scale, goals in GOALS.items():
-        table = (results.get(f"utilisation {scale}") or {}).get("result")
-        if table:
+        tables = (results.get(f"utilisation {scale}{how}") for how in ("", ", compiled"))
+        for table in [table["result"] for table in tables if table and table["result"]]:
             rows = table["solutions"]
             measured = {f"over {row['name']}": row.get("ratio") for row in rows if not row["ours"]}
             measured["utilisation"] = next((row["utilisation"] for row in rows if row["ours"]), None)
-            lines += [_verdict(f"{scale}: {name}", measured.get(name), goal) for name, goal in goals.items()]
+            lines += [
+                _verdict(f"{scale}: {name}", measured[name], goal) for name, goal in goals.items() if name in measured
+            ]
         profile = (results.get(f"profile {scale}") or {}).get("result")
         if profile:
             waits = sum(n for name, n in profile["host_waits_a_step"].items() if name not in OF_THE_PROFILER)
@@ -131,6 +145,9 @@ def record(scale: str, device: str, output: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "words", nargs="*", metavar="PART", help="words in the names of the parts to run (default: all)"
+    )
     parser.add_argument("--output", type=Path, default=Path("gpu_check"), help="folder of the results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models with a few thousand parameters")
@@ -144,6 +161,8 @@ def main() -> int:
     ends = time.monotonic() + options.limit
     results: dict[str, dict[str, Any]] = {}
     for part in parts(options.output.resolve(), options.device, tiny=options.tiny):
+        if options.words and not any(word in part.name for word in options.words):
+            continue
         left = ends - time.monotonic()
         if left < 5:
             results[part.name] = {"status": "no time left", "seconds": 0.0, "output": "", "result": None}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 COMMANDS = ("run", "mfu", "calibrate")
-SCALES = ("tiny", "small", "bert-base", "gpt-124m", "paper")
+SCALES = ("tiny", "small", "bert-base", "gpt-124m", "paper", "llama-1.5b")
 """Names of the models of ``bench mfu``."""
 
 

@@ -38,6 +38,7 @@ class BenchModel:
         tokens: tokens per sample.
         micro_batch: samples per micro batch.
         dropout: without it, the losses of all ways to train the model can be compared.
+        key_value_heads: of a ``llama``. 0 means as many as heads.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class BenchModel:
     tokens: int
     micro_batch: int = 1
     dropout: float = 0.0
+    key_value_heads: int = 0
 
     def build(self, blocks: int | None = None) -> nn.Module:
         """Build the model with ``blocks`` blocks, or with all of them."""
@@ -63,6 +65,7 @@ class BenchModel:
         if self.kind == "llama":
             sizes = {"num_hidden_layers": layers, "hidden_size": self.hidden, "num_attention_heads": self.heads}
             sizes |= {"intermediate_size": 3 * self.hidden, "vocab_size": self.vocabulary, "use_cache": False}
+            sizes |= {"num_key_value_heads": self.key_value_heads or self.heads}
             return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=self.tokens))
         kind = transformers.BertForPreTraining if self.kind == "bert" else transformers.BertForSequenceClassification
         sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": 4 * self.hidden}
@@ -124,6 +127,7 @@ SCALES = {
     "bert-base": BenchModel("bert", 12, 768, 12, 30_522, 512, micro_batch=32),
     "gpt-124m": BenchModel("gpt", 12, 768, 12, 50_304, 1024, micro_batch=16),
     "paper": BenchModel("gpt", 24, 2048, 32, 50_304, 1024, micro_batch=8),
+    "llama-1.5b": BenchModel("llama", 28, 2048, 16, 32_000, 4096, micro_batch=2, key_value_heads=8),
 }
 """Models of ``bench mfu``. ``paper`` is the published GPT of 1.3 billion parameters."""
 
