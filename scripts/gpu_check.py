@@ -55,31 +55,33 @@ class Part:
 
 def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
     """Return the parts of the check, the most important ones first."""
-    pytest = ["-m", "pytest", "-q", "--timeout", "120", "-p", "no:cacheprovider"]
     found = [Part("versions", ["-m", "rapidformer_templates", "doctor"], 120)]
     if not tiny:
-        for name, marker, where, seconds in (
-            ("ranks", "gpu", "tests/test_nccl.py", 200.0), ("tests", "gpu", "tests/test_gpu.py", 150.0),
-            ("switches", "gpu", "tests/switches/test_on_a_gpu.py", 150.0),
-            ("rehearsed runs", "accelerator", "tests/rehearsal", 120.0),
-        ):  # fmt: skip
-            words = ["-m", marker, str(ROOT / where), f"--junitxml={output / name.replace(' ', '-')}.xml"]
-            found.append(Part(name, [*pytest, *words], seconds))
+        found += [
+            _tests("ranks", "gpu", "tests/test_nccl.py", output),
+            _tests("tests", "gpu", "tests/test_gpu.py", output),
+        ]
     slack = 1.0 if device == "cuda" else 4.0  # the limits are made for a GPU: a CPU gets more time
     for scale in ["tiny"] if tiny else ["gpt-124m", "bert-base", "paper"]:
         folder = output / f"profile-{scale}"
         record = [__file__, "--record", scale, "--device", device, "--output", str(folder)]
         found.append(Part(f"profile {scale}", record, 60 * slack, folder / "run/profile/summary.json"))
         found.append(_utilisation(f"utilisation {scale}", scale, "eager", output, device, 120 * slack))
-    if not tiny:
-        found += [
-            _utilisation(f"utilisation {scale}, compiled", scale, "compiled", output, device, 150)
-            for scale in ("llama-1.5b", "gpt-124m")
-        ]
-        for name in ("packing", "moe", "adapters"):
-            file = output / f"{name}.json"
-            found.append(Part(name, ["-m", "benchmarks", name, "--json", str(file)], 120, file))
+    if tiny:
+        return found
+    for scale in ("llama-1.5b", "gpt-124m"):
+        found.append(_utilisation(f"utilisation {scale}, compiled", scale, "compiled", output, device, 150))
+    found.append(_tests("switches", "gpu", "tests/switches/test_on_a_gpu.py", output))
+    found.append(_tests("rehearsed runs", "accelerator", "tests/rehearsal", output))
+    for name in ("packing", "moe", "adapters"):
+        file = output / f"{name}.json"
+        found.append(Part(name, ["-m", "benchmarks", name, "--json", str(file)], 120, file))
     return found
+
+
+def _tests(name: str, marker: str, where: str, output: Path) -> Part:
+    words = f"-m pytest -q --timeout 120 -p no:cacheprovider -m {marker}".split()
+    return Part(name, [*words, str(ROOT / where), f"--junitxml={output / name.replace(' ', '-')}.xml"], 180)
 
 
 def _utilisation(name: str, scale: str, solution: str, output: Path, device: str, seconds: float) -> Part:
