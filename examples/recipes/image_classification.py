@@ -36,19 +36,18 @@ ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 
 @dataclass(frozen=True)
 class Photo:
-    """One sample: an image, the number of its class, and whether it may be flipped."""
+    """One sample: an image and the number of its class."""
 
     image: Image.Image
     label: int
-    may_flip: bool
 
 
 class ImageFolder:
     """The images in ``folder/CLASS/``. Each is read from its file when it is used."""
 
-    def __init__(self, folder: Path, classes: list[str], *, may_flip: bool) -> None:
+    def __init__(self, folder: Path, classes: list[str]) -> None:
         self.files = sorted(file for file in folder.glob("*/*") if file.suffix.lower() in ENDINGS)
-        self.classes, self.may_flip = classes, may_flip
+        self.classes = classes
 
     def __len__(self) -> int:
         return len(self.files)
@@ -56,7 +55,7 @@ class ImageFolder:
     def __getitem__(self, index: int) -> Photo:
         file = self.files[index]
         with Image.open(file) as image:
-            return Photo(image.convert("RGB"), self.classes.index(file.parent.name), self.may_flip)
+            return Photo(image.convert("RGB"), self.classes.index(file.parent.name))
 
 
 @dataclass(frozen=True)
@@ -78,15 +77,13 @@ class ImageClassification(Trainer):
         self.tokenizer = self.processor  # exported with the model
         folder = Path(self.config.data.data_dir or draw_shapes(DRAWN))
         self.classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
-        train = ImageFolder(folder / "train", self.classes, may_flip=self.flags.flips)
-        valid = ImageFolder(folder / "valid", self.classes, may_flip=False)
-        return Data(train, valid, collate=self.collate, augment=self.augment)
+        train, valid = (ImageFolder(folder / part, self.classes) for part in ("train", "valid"))
+        return Data(train, valid, collate=self.collate, augment=self.augment if self.flags.flips else None)
 
     @staticmethod
     def augment(photo: Photo, generator: np.random.Generator) -> Photo:
         """Mirror half of the training images. Put other transforms here: they must draw from ``generator``."""
-        is_flipped = photo.may_flip and generator.random() < 0.5
-        return replace(photo, image=ImageOps.mirror(photo.image)) if is_flipped else photo
+        return replace(photo, image=ImageOps.mirror(photo.image)) if generator.random() < 0.5 else photo
 
     def collate(self, photos: list[Photo]) -> dict[str, Tensor]:
         """Resize and normalize the images as the model expects them."""

@@ -17,6 +17,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, DataError, RapidformerError, Refused
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import CausalJob
+from tests.support.lines import FLAGS, Line
 from tests.support.messages import Says
 from tests.support.parity import observed, reference
 from tests.support.selection import by_default
@@ -296,3 +297,22 @@ def test_an_evaluation_afterwards_has_the_same_samples(tmp_path: Path, gpt_folde
     with mock.patch("rapidformer_templates.commands.evaluate._show") as show:
         assert main(["evaluate", str(tmp_path / "run"), "--micro-batch-size", "3"]) == 0
     assert show.call_args.args[1] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_only_training_samples_are_augmented_unless_the_data_say_so(everywhere: bool) -> None:
+    seen = set()
+
+    class Augmented(Line):
+        def build_data(self) -> Data:
+            samples = super().build_data().train
+
+            def augment(sample: Any, generator: np.random.Generator) -> Any:
+                seen.add(sample["part"])
+                return sample
+
+            train, valid = ([{**sample, "part": part} for sample in samples] for part in ("train", "valid"))  # type: ignore[union-attr]
+            return Data(train, valid, augment=augment, augments_evaluation=everywhere)
+
+    Augmented([*FLAGS, "--train-iters", "2", "--no-save"]).fit()
+    assert seen == ({"train", "valid"} if everywhere else {"train"})

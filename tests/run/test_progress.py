@@ -1,6 +1,8 @@
 """The output of a run: each thing once on standard error, a picture of its curves, and the files of ``--profile``."""
 
+import itertools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ from rapidformer_templates import Data
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.run.console import LEAST_SMOOTHED, RATE, SPEED, curves_of, draw_curves
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.performance import DATA, STEP, TRAIN, summary
+from rapidformer_templates.run.performance import DATA, STEP, TRAIN, WARMUP, Meter, summary
 from rapidformer_templates.system.terminal import print_lines
 from tests.support.lines import FLAGS as LINE
 from tests.support.lines import Line
@@ -208,3 +210,22 @@ def test_profile_needs_a_folder_and_steps(tmp_path: Path, says: Says) -> None:
     for more in (["--no-save"], ["--save", str(tmp_path / "run")]):
         with says(ConfigError):
             Line([*flags, *more]).fit()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "mean", "sd"),
+    [
+        ([1.0] * 20, 4.0, 0.0),
+        (([0.001] * 9 + [0.991]) * 20, 40.0, 0.0),  # a device computes for 0.1 s, and the host waits each tenth step
+        ([1.0] * 10 + [3.0] * 10, 2.0, statistics.stdev([4.0] * 2 + [4.0 / 2 + 2.0 / 3] + [4.0 / 3] * 7)),
+    ],
+)
+def test_the_spread_of_the_throughput(seconds: list[float], mean: float, sd: float) -> None:
+    times = itertools.accumulate([0.0] * (1 + WARMUP) + seconds)
+    with mock.patch("time.perf_counter", side_effect=times):
+        meter = Meter(torch.device("cpu"))
+        for _ in range(WARMUP + len(seconds)):
+            meter.step(4, 0)
+    totals = meter.totals()
+    assert totals["samples_per_second"] == pytest.approx(mean)
+    assert totals["samples_per_second_sd"] == pytest.approx(sd, abs=1e-3)

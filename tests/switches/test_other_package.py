@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from rapidformer_templates import flag
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.registry import REGISTRY, _check_unique
+from rapidformer_templates.planning.registry import REGISTRY, _check_names
 
 ROOT = Path(__file__).parents[2]
 NAME, FLAG = "gradient-shrink", "--embedding-gradient-shrink"
@@ -120,17 +121,30 @@ class Free:
     quite_new: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Lonely:
+    """Acceleration"""
+
+    also_new: bool = flag(False, "new", only_with=("quite_old", True))
+
+
 @pytest.mark.parametrize(
     ("differing", "message"),
     [
         ({"name": "mine", "options": Taken}, "the flag --epochs is declared twice"),
         ({"options": Free}, "the switch tf32 is declared twice"),
+        ({"name": "mine", "options": Lonely}, "the flag --also-new needs --quite-old, which does not exist"),
     ],
 )
 def test_what_is_taken_is_told(differing: dict[str, Any], message: str) -> None:
     other = dataclasses.replace(REGISTRY["tf32"], **differing)
     with pytest.raises(ConfigError, match=message):
-        _check_unique([*REGISTRY.switches, other])
+        _check_names([*REGISTRY.switches, other])
+
+
+def test_a_name_without_a_value_is_no_pair() -> None:
+    with pytest.raises(TypeError, match="only_with='lr' is not a pair"):
+        flag(False, "new", only_with="lr")  # type: ignore[arg-type]
 
 
 SOURCE = Path(__file__).parents[2] / "src/rapidformer_templates"

@@ -112,7 +112,7 @@ class _Fetcher(Dataset[MicroBatch]):
 
     def __init__(self, samples: types.SampleSet | types.Endless, data: types.Data) -> None:
         self.samples = samples
-        self.augment = data.augment
+        self.augment, self.augments_evaluation = data.augment, data.augments_evaluation
         self.collate = data.collate or _default_collate
 
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
@@ -121,7 +121,7 @@ class _Fetcher(Dataset[MicroBatch]):
         size = None
         if isinstance(items[0], PackedRow):
             size = sum(row.samples for row in items), sum(len(row["input_ids"]) for row in items)
-        if self.augment:
+        if self.augment and (self.augments_evaluation or request.key[1] != Stream.EVALUATION):
             generators = (np.random.default_rng((*request.key, position)) for position in request.positions)
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
         if request.shape is not None:

@@ -102,12 +102,13 @@ class Data:
             so that a sample does not depend on its batch. Under ``--data-iterator dynamic-shape`` it is also called
             with ``shape=(rows, length)``, and must pad to exactly that shape. Rows beyond the samples must have no
             target.
-        augment: changes a sample each time it is used (masking, for instance). It must draw from the generator that it
-            receives. The generator depends only on the seed and on the sample's position in the order, so workers,
-            micro batches and resuming cannot change it. Validation samples go through it, too. Their generator depends
-            on the seed and the sample's index.
+        augment: changes a training sample each time it is used. It must draw from the generator that it receives. The
+            generator depends only on the seed and on the sample's position in the order, so workers, micro batches and
+            resuming cannot change it.
         lengths: length of each training sample after ``augment``, for batches of similar lengths. The default is the
             length of its ``input_ids``.
+        augments_evaluation: evaluated samples go through ``augment``, too, as those of a masked language model must.
+            Their generator depends on the seed and the sample's index.
     """
 
     train: SampleSet | Endless | None
@@ -116,6 +117,7 @@ class Data:
     collate: Callable[..., Batch] | None = None
     augment: Augment | None = None
     lengths: np.ndarray | None = None
+    augments_evaluation: bool = False
 
     def validation_sets(self) -> dict[str, SampleSet]:
         """Return the non-empty validation sets by name. A single unnamed set has the name ``""``."""

@@ -49,7 +49,12 @@ def flag(
         only_with: another field without which the flag has no effect, and a value to suggest for it.
         in_files: whether a YAML file or the plan of an earlier run may set it. False for flags that run code.
         usual: whether ``--help`` shows it. ``--help-all`` shows every flag.
+
+    Raises:
+        TypeError: ``only_with`` is not a pair.
     """
+    if only_with is not None and (isinstance(only_with, str) or len(only_with) != 2):
+        raise TypeError(f"only_with={only_with!r} is not a pair: give a field and a value to suggest for it")
     metadata: dict[str, object] = {
         "help": help,
         "bare": bare,

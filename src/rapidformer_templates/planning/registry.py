@@ -144,7 +144,7 @@ def _discover() -> tuple[Switch, ...]:
             message = f"{point.value} of the package {package} has no tuple SWITCHES of switches"
             raise ConfigError(message, hint=_WITHOUT)
         switches += declared
-    _check_unique(switches)
+    _check_names(switches)
     # A rule that concerns another switch moves to that one, if it exists.
     moved = [rule for switch in switches for rule in switch.rules if rule.concerns]
     in_order = []
@@ -158,8 +158,12 @@ def _discover() -> tuple[Switch, ...]:
 _WITHOUT = "fix the package, or uninstall it"
 
 
-def _check_unique(switches: Sequence[Switch]) -> None:
-    """Raise a :class:`ConfigError` if a switch of another package has an existing name, flag or rule code."""
+def _check_names(switches: Sequence[Switch]) -> None:
+    """Check the names that switches of other packages declare and use.
+
+    Raises:
+        ConfigError: a switch, flag or rule code exists already, or a flag needs one that does not exist.
+    """
     names: dict[str, object] = {}
     codes: dict[str, object] = {rule.code: rule for rule in GENERAL}
     sections = [(field.name, section) for section in SECTIONS.values() for field in dataclasses.fields(section)]
@@ -172,6 +176,12 @@ def _check_unique(switches: Sequence[Switch]) -> None:
         for owners, what, name, owner in claims:
             if owners.setdefault(name, owner) is not owner:
                 raise ConfigError(f"{what} {name} is declared twice", where=switch.options.__module__, hint=_WITHOUT)
+    for switch in switches:
+        for declared in dataclasses.fields(switch.options):
+            other, _ = declared.metadata.get("only_with") or (None, None)
+            if other and spelling(other) not in flags:
+                message = f"the flag {spelling(declared.name)} needs {spelling(other)}, which does not exist"
+                raise ConfigError(message, where=switch.options.__module__, hint=_WITHOUT)
 
 
 GENERAL = (*RULES, *DATA_RULES)

@@ -7,13 +7,13 @@ Python.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 WARMUP = 3
 """Number of first steps of a process that are not measured: they contain allocations, receipts and compilation."""
+
+SHARES = 10
+"""Number of equal shares of the time whose rates are compared."""
 
 
 class Meter:
@@ -82,15 +85,20 @@ class Meter:
         }
 
     def totals(self) -> dict[str, float]:
-        """Return the throughput over all measured steps (mean and standard deviation) and wall time in seconds."""
+        """Return the throughput over all measured steps and wall time in seconds.
+
+        The standard deviation is between ten equal shares of the time. Their mean is the throughput. Single steps have
+        no such rate: on a GPU, most of them are only queued before the host waits for one of them.
+        """
         result = {"wall_seconds": round(time.perf_counter() - self.started, 3)}
         result |= {"peak_memory_mb": peak_memory_mb(self.device), "measured_steps": len(self._rates)}
         if self._rates:
-            seconds = sum(rate[0] for rate in self._rates)
-            each = [samples / max(spent, 1e-9) for spent, samples, _ in self._rates]
+            ends, done = (np.cumsum([0, *values]) for values in list(zip(*self._rates, strict=True))[:2])
+            seconds = max(float(ends[-1]), 1e-9)
+            shares = np.diff(np.interp(np.linspace(0, seconds, SHARES + 1), ends, done)) / (seconds / SHARES)
             result |= {
                 "samples_per_second": round(sum(rate[1] for rate in self._rates) / seconds, 3),
-                **({"samples_per_second_sd": round(statistics.stdev(each), 3)} if len(each) > 1 else {}),
+                **({"samples_per_second_sd": round(float(shares.std(ddof=1)), 3)} if len(self._rates) > 1 else {}),
                 **_token_rate(sum(rate[2] for rate in self._rates), seconds),
                 "step_ms": round(seconds / len(self._rates) * 1000, 3),
             }

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -166,6 +167,27 @@ def test_declared_labels_take_the_places_that_the_head_gives_them(
     assert not task.notes
     weights = load_file(tmp_path / "model" / "model.safetensors")
     assert torch.equal(task.build_model().state_dict()["classifier.weight"], weights["classifier.weight"])
+
+
+@pytest.mark.parametrize(("tagged", "several"), [(False, False), (True, False), (False, True)])
+def test_an_evaluation_reads_labels_in_any_case_as_a_training_does(
+    tagged: bool, several: bool, headed: Load, tmp_path: Path
+) -> None:
+    names = [OWN[i].title() for i in (1, 2, 0)]
+    if several:
+        (tmp_path / "data").mkdir()
+        write_jsonl(tmp_path / "data/train.jsonl", [{"text": "the cat", "label": [name]} for name in names])
+    else:
+        write_declared(tmp_path, names, tagged=tagged)
+    flags = {"problem_type": "multi_label_classification"} if several else {}
+    trained, evaluated = (
+        headed("token_classification" if tagged else "sequence_classification", **flags) for _ in "ab"
+    )
+    evaluated.load_label_state({})
+    np.testing.assert_equal(numbers(evaluated), numbers(trained))
+    evaluated.load_label_state({"labels": [*OWN, "Neutral"]})  # its labels differ only in case
+    with pytest.raises(DataError, match="unknown label 'Entailment'"):
+        evaluated.build_data()
 
 
 def test_data_without_all_labels_of_the_head_leave_it_whole(headed: Load, tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ BROKEN = {
     "latin.jsonl": b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "c"}\n',
     "ragged.csv": b"text,label\na,1\nb\nc,3\n",
     "latin.csv": b"text,label\na,1\nb,\xe9\nc,3\n",
+    "too few and too many.csv": b"text,label\na,1\nb\nb,3,4\nc,3\n",
     "quotes.csv": b'text,label\na,1\n"b"x,2\nc,3\n',
     "carriage.csv": b"text,label\na,1\nb\rd,2\nc,3\n",
     "ragged.tsv": b"text\tlabel\na\t1\nb\t2\t3\nc\t3\n",

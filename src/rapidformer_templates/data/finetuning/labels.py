@@ -168,19 +168,30 @@ def label_reader(part: DataPart, column: str, problem: str | None = None) -> Cal
     return partial(read, declared=declared_names(part, column), column=column)
 
 
-def check_known(part: DataPart, rows: Iterable[Iterable[str | None]], names: Sequence[str]) -> None:
-    """Check that the labels of each row are those of the training part. A word may have none.
+def known_labels(
+    part: DataPart, rows: Iterable[Iterable[str | None]], names: Sequence[str], *, in_any_case: bool
+) -> list[list[str | None]]:
+    """Return the labels of each row, which must be those of the training part. A word may have none.
+
+    Args:
+        in_any_case: give labels the case of ``names`` if they differ only in it, as :func:`in_order_of_head` does.
 
     Raises:
         DataError: a label is not among ``names``.
     """
     bad, known = BadLines(advice=""), {None, *names}
+    lower = {name.lower(): name for name in names}
+    if not in_any_case or len(lower) < len(names):
+        lower = {}
+    found = []
     for row, row_labels in enumerate(rows):
-        unknown = next((name for name in row_labels if name not in known), None)
+        found.append([name if name in known else lower.get(str(name).lower(), name) for name in row_labels])
+        unknown = next((name for name in found[-1] if name not in known), None)
         if unknown is not None:
             hint = did_you_mean(unknown, names, f"the training part has: {', '.join(names)}")
             bad.note_at(part.where(row), f"unknown label '{unknown}'", hint)
     bad.raise_all()
+    return found
 
 
 def labels_of_model(model_config: PreTrainedConfig) -> list[str]:

@@ -369,7 +369,8 @@ def locate_part(
     parts = locate(flags, read=()).parts
     chosen = part or (next(iter(parts)) if len(parts) == 1 else "valid")
     if chosen not in parts:
-        shown = ", ".join(f"{NAMES_IN_MESSAGES[part]} ({', '.join(map(str, files))})" for part, files in parts.items())
+        values = {"valid": "validation"}  # --part names the parts so
+        shown = ", ".join(f"{values.get(part, part)} ({', '.join(map(str, files))})" for part, files in parts.items())
         where = f"--data-name {flags.data_name}" if flags.data_name else f"--data-dir {flags.data_dir}"
         hint = f"{advice}; there is: {shown or 'none'}"
         raise DataError(f"the data set has no {NAMES_IN_MESSAGES[chosen]} part", where=where, hint=hint)

@@ -238,6 +238,7 @@ def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Dat
         _concatenated(data.test for data in sources.values()),
         first.collate,
         first.augment,
+        augments_evaluation=first.augments_evaluation,
     )
 
 

@@ -570,7 +570,7 @@ def as_data(sets: Mapping[str, TokenizedSamples | Endless], collate: Collate, au
     whole = {name: samples for name, samples in sets.items() if isinstance(samples, TokenizedSamples)}
     named = {name.removeprefix("valid").strip(): samples for name, samples in whole.items() if name.startswith("valid")}
     valid = named if set(named) - {""} else named.get("")
-    return Data(train, valid, whole.get(TEST), collate, augment, train.lengths)
+    return Data(train, valid, whole.get(TEST), collate, augment, train.lengths, augments_evaluation=True)
 
 
 def padding_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:

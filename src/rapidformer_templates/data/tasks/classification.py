@@ -102,12 +102,12 @@ class SequenceClassification(base.Task):
 
     def _samples(self, part: DataPart, targets: list[Any]) -> TokenizedSamples:
         if self.problem == labels.MULTI:
-            labels.check_known(part, targets, self.labels)
-            targets = [[float(name in row) for name in self.labels] for row in targets]
+            rows = labels.known_labels(part, targets, self.labels, in_any_case=self.is_trained)
+            targets = [[float(name in row) for name in self.labels] for row in rows]
         elif self.problem != "regression":
-            labels.check_known(part, ([name] for name in targets), self.labels)
-            numbers = {name: i for i, name in enumerate(self.labels)}
-            targets = [numbers[name] for name in targets]
+            rows = labels.known_labels(part, ([name] for name in targets), self.labels, in_any_case=self.is_trained)
+            numbers: dict[str | None, int] = {name: i for i, name in enumerate(self.labels)}
+            targets = [numbers[name] for [name] in rows]
         return TokenizedSamples({**self._tokens(part), "labels": targets})
 
     def _tokens(self, part: DataPart) -> dict[str, Ragged]:
@@ -228,11 +228,11 @@ class TokenClassification(base.Task):
     def _samples(self, part: DataPart, rows: list[tuple[list[str], list[str | None]]]) -> TokenizedSamples:
         """Tokenize rows of words and tag names. None marks a word without a tag."""
         numbers: dict[str | None, int] = {name: i for i, name in enumerate(self.labels)} | {None: IGNORED}
-        labels.check_known(part, (names for _, names in rows), self.labels)
+        tags = labels.known_labels(part, (names for _, names in rows), self.labels, in_any_case=self.is_trained)
         encodings = self._encodings([words for words, _ in rows])
         targets = [
             _first_pieces(encoding.word_ids, [numbers[name] for name in names])
-            for encoding, (_, names) in zip(encodings, rows, strict=True)
+            for encoding, names in zip(encodings, tags, strict=True)
         ]
         return TokenizedSamples({"input_ids": self._ids(part, encodings), "labels": Ragged(targets)})
 

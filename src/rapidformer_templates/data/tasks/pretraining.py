@@ -113,7 +113,7 @@ class Pretraining(Task):
         assert train is not None
         if valid is None and split_shares(self.config.data.split)[1] > 0:
             self.notes.append(f"--split {self.config.data.split}: the corpus is too small for a validation part")
-        return Data(train, valid, test, *self.batches(train), self.lengths(train))
+        return Data(train, valid, test, *self.batches(train), self.lengths(train), augments_evaluation=True)
 
     def _streamed(self) -> Data:
         """Read the corpus as a stream. No part of it is held out."""

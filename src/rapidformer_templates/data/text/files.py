@@ -206,7 +206,10 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
             header = [cell.strip() for cell in cells]
             _check_header(header, path)
         elif cells and len(cells) != len(header):
-            bad.note(path, start, f"the line has {counted(len(cells), 'column')}, the header has {len(header)}")
+            than = "fewer" if len(cells) < len(header) else "more"
+            bad.note(
+                path, start, f"the line has {counted(len(cells), 'column')}, {than} than the header's {len(header)}"
+            )
         elif delimiter == "\t" and any("\n" in cell and ("\t" in cell or len(cells) == 1) for cell in cells):
             reason = f"a quote joins {len(span)} lines, which may be rows"
             bad.note(path, start, reason, "give all lines the columns of the header, or write a .csv file")
