@@ -88,13 +88,9 @@ class PlanFlags:
         "with --auto-strategy: flags of a layout, in quotes, to compare with the best one by component",
         metavar="FLAGS",
     )
-    plot: str | None = flag(
-        None, "picture of the sizes of --world-size, with --auto-strategy: a .png, .svg or .pdf file", metavar="FILE"
-    )
     engine_memory: bool = flag(
         False, "predict the memory with the engine itself, which trains two steps on tensors without data"
     )
-    search_cache: bool = flag(True, "reuse the result of an equal search with --auto-strategy")
 
     @property
     def workers(self) -> int | None:
@@ -125,12 +121,6 @@ class PlanFlags:
         if len(counts) > 1 and (not config.get("auto_strategy") or self.compare):
             other = "--auto-strategy and without --compare"
             raise ConfigError(f"--world-size with {len(counts)} numbers works with {other}", where="command line")
-        if self.plot and len(counts) < 2:
-            hint = "--world-size 8,16,32"
-            raise ConfigError("--plot draws several sizes of a cluster", where="command line", hint=hint)
-        if self.plot and not self.plot.lower().endswith((".png", ".svg", ".pdf")):
-            hint = "end it in .png, .svg or .pdf"
-            raise ConfigError(f"--plot cannot write '{self.plot}'", where="command line", hint=hint)
         if self.compare and not config.get("auto_strategy"):
             raise ConfigError("--compare has no effect without --auto-strategy", where="command line")
         if self.engine_memory and config.get("auto_strategy"):
@@ -352,12 +342,12 @@ def _search(request: _PlanRequest) -> int:
     from rapidformer_templates.switches.auto_strategy.command import plan_command
 
     config, place, options, source = request.config, request.place, request.options, request.source
-    terms, as_json, cached = options.terms or TrainingTerms(), options.json, options.search_cache
+    terms, as_json = options.terms or TrainingTerms(), options.json
     if options.world_size and len(options.world_size.counts) > 1:
         counts = options.world_size.counts
         place = dataclasses.replace(place, local_world_size=options.local_world_size or max(counts))
-        return plan_clusters(config, place, counts, terms, source, as_json=as_json, plot=options.plot, cached=cached)
-    return plan_command(config, place, terms, source, as_json=as_json, cached=cached, compared=options.compare)
+        return plan_clusters(config, place, counts, terms, source, as_json=as_json)
+    return plan_command(config, place, terms, source, as_json=as_json, compared=options.compare)
 
 
 def _print_plan(request: _PlanRequest, plan: Plan) -> None:
