@@ -15,13 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
-
 from benchmarks.contest import Answer, Columns, Flag, Row, asks, progress, table, verdict
 from benchmarks.planner import CASES, Case, run_in_group
 from benchmarks.planner_worker import MODELS, measure_seconds
 from benchmarks.published_runs import kendall_tau
-from rapidformer_templates.commands.bench.calibrate import calibrate, rates_table
+from rapidformer_templates.commands.bench.calibrate import calibrate
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.switches.auto_strategy.memory import variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import communication_sizes
@@ -60,10 +58,8 @@ def answer(options: argparse.Namespace) -> Answer:
     cases = {count: [case for case in CASES if case.layout.world == count][:: options.every] for count in counts}
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
         file = Path(options.device_file or Path(folder, "device.json"))
-        device = None
         if not options.device_file:
-            device = calibrate("cpu", counts, SECONDS)
-            device.write(file)
+            calibrate("cpu", counts, SECONDS).write(file)
         rows: list[Row] = []
         with progress("seconds", len(counts)) as advance:
             for count, group in cases.items():
@@ -82,9 +78,7 @@ def answer(options: argparse.Namespace) -> Answer:
         "Kendall's tau: " + ", ".join(f"{name} {tau:.2f}" for name, tau in taus.items()),
     ]
     shown = table("milliseconds of a step (tensor·pipeline·data, micro × accumulation)", rows, COLUMNS, left=2)
-    return Answer(
-        {"rows": rows, "tau": taus}, Group(rates_table(device), shown) if device else shown, notes, partial(_draw, rows)
-    )
+    return Answer({"rows": rows, "tau": taus}, shown, notes, partial(_draw, rows))
 
 
 def _row(case: Case, ranks: Sequence[Sequence[float]], device_file: str) -> Row:

@@ -170,10 +170,10 @@ def test_a_gpu_is_rated_by_its_waves_of_tiles(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_factors_of_steps_are_recovered() -> None:
-    predicted = {"replicas": Timing(products=2.0, data=1.0), "tensor": Timing(memory=1.0, update=0.5, tensor=3.0)}
-    measured = {"replicas": 2.0 * 1.5 + 1.0 * 0.7, "tensor": 1.5 * 1.5 + 3.0 * 0.7}
+    predicted = [Timing(products=2.0, data=1.0), Timing(memory=1.0, update=0.5, tensor=3.0)]
+    measured = [2.0 * 1.5 + 1.0 * 0.7, 1.5 * 1.5 + 3.0 * 0.7]
     assert fit_factors(predicted, measured) == pytest.approx((1.5, 0.7))
-    assert fit_factors({"replicas": Timing(products=2.0)}, {"replicas": 3.0}) == (1.5, 1.0)  # nothing is exchanged
+    assert fit_factors([Timing(products=2.0)], [3.0]) == (1.5, 1.0)  # nothing is exchanged
 
 
 @pytest.mark.longer
@@ -184,10 +184,10 @@ def test_the_reference_model_is_predicted_in_each_layout(precision: str, tmp_pat
     rates = device_file.WorkerRates(2, dict.fromkeys(["fp32", "bf16"], FAST), 8.0, 3.0, 1e-5, exchanges=exchanges)
     device_file.DeviceFile("cpu", "A processor", 32.0, None, 0, (rates,)).write(file)
     predicted = predict_steps(str(file), "cpu", precision, 2)
-    assert list(predicted) == ["replicas", "fsdp", "tensor", "pipeline"]
-    assert all(timing.communication > 0 for timing in predicted.values())
-    assert predicted["tensor"].tensor > 0
-    assert predicted["pipeline"].bubble > 0
+    _, _, tensor, pipeline = predicted
+    assert all(timing.communication > 0 for timing in predicted)
+    assert tensor.tensor > 0
+    assert pipeline.bubble > 0
 
 
 @pytest.mark.longer
@@ -203,7 +203,4 @@ def test_a_calibration_measures_everything(tmp_path: Path, capsys: pytest.Captur
     for of_precision in device.rates[1].precisions.values():
         assert of_precision.computation_factor > 0
         assert of_precision.exchange_factor >= 0
-    shown = capsys.readouterr().out
-    assert all(f"{kind} gbs" in shown for kind in device_file.EXCHANGES)
-    assert "bf16 computation_factor" in shown
-    assert f"--device-file {file}" in shown.replace("\n", "")
+    assert f"--device-file {file}" in capsys.readouterr().out

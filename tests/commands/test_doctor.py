@@ -12,6 +12,7 @@ import pytest
 from rapidformer_templates.commands import doctor
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.planning import environment
+from rapidformer_templates.planning.optimizers import OPTIMIZER_PACKAGES
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 from tests.support.messages import Says
@@ -60,7 +61,7 @@ def test_package_that_raises_and_one_that_is_absent(
     add_package(site, "onnx", "raise OSError('libfoo.so: undefined symbol\\nand more')")
     add_package(site, "torchao", "import os; print('{noise'); os.write(1, b'{noise'); import sys; sys.exit(3)")
     add_package(site, "apex", "")  # as on the public index, and not Nvidia's
-    names = ("onnx", "torchao", "apex", "surely_absent")
+    names = ("onnx", "torchao", "apex")
     use_only(monkeypatch, *names)
     found = examined(capsys)
     says.text("\n".join(str(found[name]) for name in names))
@@ -90,12 +91,13 @@ def test_crash_and_hang_on_import_are_findings(site: Path, tmp_path: Path, monke
     assert {name: facts["error"] for name, facts in found.items()} == errors
 
 
-def test_every_package_of_a_switch_is_looked_at() -> None:
+def test_every_package_of_a_switch_is_looked_at_and_installed_as_the_switch_says() -> None:
     for switch in REGISTRY.switches:
-        if switch.needs_package:
-            assert switch.name in doctor.serves(switch.needs_package)
-    assert doctor.serves("bitsandbytes") == ("lora (nf4)", "adamw_bnb_8bit")
-    assert [name for name in environment.OPTIONAL_PACKAGES if not doctor.serves(name)] == []
+        if name := switch.needs_package:
+            assert name in environment.OPTIONAL_PACKAGES
+            assert switch.install is None or doctor.INSTALLS[name] in switch.install or name == "apex"
+    for name, package in OPTIMIZER_PACKAGES.items():
+        assert name not in doctor.OWN_EXTRAS or package.install == doctor.INSTALLS[name]
 
 
 def test_what_is_printed(
@@ -116,13 +118,9 @@ def test_what_is_printed(
 def test_compiled_parts(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     add_package(site, "deepspeed", "", "9.9")
     use_only(monkeypatch, "deepspeed")
-    reasons = {"async_io": "libaio's header or library is missing: apt-get install libaio-dev"}
-    monkeypatch.setattr(deepspeed_parts, "problems", lambda part, device: reasons.get(part))
     found = examined(capsys)
     assert found["cpu_adam"]["state"] == "not built yet"
     assert found["cpu_adam"]["detail"].endswith("or by rapidformer doctor --build cpu_adam")
-    assert found["async_io"]["state"] == "cannot be built"
-    assert found["async_io"]["detail"] == reasons["async_io"]
 
 
 def test_build(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +129,6 @@ def test_build(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(deepspeed_parts, "export", lambda device: None)
     built: list[tuple[list[str], str]] = []
     monkeypatch.setattr(deepspeed_parts, "build", lambda parts, device: built.append((list(parts), device)))
-    monkeypatch.setattr(deepspeed_parts, "problems", lambda part, device: {"async_io": "no libaio"}.get(part))
     assert main(["doctor", "--build"]) == 0
     assert main(["doctor", "--build", "async_io"]) == 0
-    assert built == [(["cpu_adam"], "cpu"), (["async_io"], "cpu")]
+    assert built == [(["cpu_adam", "async_io"], "cpu"), (["async_io"], "cpu")]

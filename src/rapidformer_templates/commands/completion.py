@@ -10,32 +10,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
-import re
-from collections.abc import Iterator, Sequence
-from typing import get_args
+from collections.abc import Sequence
 
 import shtab
 
-from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import field_types, settable_by_files, value_kind
-from rapidformer_templates.planning.flag_parser import CommandParser, dashed
+from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.planning.flag_parser import build_parser as flags_parser
-from rapidformer_templates.planning.flag_values import TRACKERS, Epochs, Interval, TrackerNames
+from rapidformer_templates.planning.flag_values import Interval, TrackerNames
 from rapidformer_templates.planning.flags import SECTIONS
-from rapidformer_templates.planning.registry import REGISTRY, switch_options
+from rapidformer_templates.planning.registry import switch_options
 
-COMPLETED = {
-    "FILE": shtab.FILE, "CSV": shtab.FILE, "PATH": shtab.FILE, "P": shtab.FILE, "DIR": shtab.DIRECTORY,
-    "FOLDER": shtab.DIRECTORY, "RUN": shtab.DIRECTORY, "RUN|FOLDER": shtab.DIRECTORY,
-}  # fmt: skip
-"""Placeholders for values in the help, and how a shell completes them."""
-DEVICES = ("auto", "cpu", "cuda", "xpu", "mps", "npu")
+FILES, FOLDERS = ("FILE", "CSV", "PATH", "P"), ("DIR", "FOLDER", "RUN", "RUN|FOLDER")
+"""Placeholders of values that are files or folders."""
 
-_DIGITS = r"[0-9]+(_[0-9]+)*"
-_NUMBER = rf"({_DIGITS}\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
-_SCALAR = ["string", "number"]
+NUMBER = r"^\s*[-+]?\.?[0-9]"
+"""The beginning of a text that is a number, perhaps with a unit."""
+SCALAR = ["string", "number"]
 """JSON types of a text value. A name may look like a number."""
 
 Schema = dict[str, object]
@@ -74,26 +66,21 @@ def whole_parser() -> argparse.ArgumentParser:
         # The existing parser of the command replaces the one that argparse creates.
         commands.add_parser(name, help=command.description or name)
         commands.choices[name] = command
-    commands.choices["explain"]._actions[-1].choices = [rule.code for rule in REGISTRY.all_rules]
-    for action in _actions(parser):
-        placeholder = str(action.metavar)
-        if action.choices:
-            continue
-        if placeholder in COMPLETED:
-            action.complete = COMPLETED[placeholder]  # type: ignore[attr-defined]
-        elif placeholder.startswith("{") or "|" in placeholder:  # flags check their choices elsewhere
-            action.choices = re.split("[,|]", placeholder.strip("{}"))
-        elif placeholder == "DEVICE":
-            action.choices = DEVICES
+    _complete_values(parser)
     return parser
 
 
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the actions of a parser and of its commands."""
+def _complete_values(parser: argparse.ArgumentParser) -> None:
+    """Tell shtab which values are files or folders, and the choices that flags check elsewhere."""
     for action in parser._actions:
-        yield action
+        placeholder = str(action.metavar)
         if isinstance(action.choices, dict):  # the parsers of the commands by name
-            yield from itertools.chain.from_iterable(map(_actions, action.choices.values()))
+            for command in action.choices.values():
+                _complete_values(command)
+        elif placeholder in (*FILES, *FOLDERS):
+            action.complete = shtab.FILE if placeholder in FILES else shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif placeholder.startswith("{") or "|" in placeholder:
+            action.choices = placeholder.strip("{}").replace("|", ",").split(",")
 
 
 def schema_main(argv: Sequence[str]) -> int:
@@ -101,45 +88,27 @@ def schema_main(argv: Sequence[str]) -> int:
 
     Args:
         argv: words after ``rapidformer schema``.
-
-    Raises:
-        ConfigError: the script of ``--user-script`` cannot be used, or declares no flags.
     """
-    options = schema_parser().parse_args(dashed(argv))
-    script_flags: type | None = None
-    if options.user_script:
-        from rapidformer_templates.run.scripts import capture_template
-
-        words = ["--device", "cpu"]
-        script_flags = capture_template(options.user_script, words, lambda template: type(template).Flags)
-        if script_flags is None:
-            message = f"{options.user_script} does not declare any flags"
-            raise ConfigError(message, where="--user-script", hint="rapidformer schema")
-    print(rendered(script_flags))
+    schema_parser().parse_args(argv)
+    print(rendered())
     return 0
 
 
 def schema_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer schema``."""
     about = "Print the JSON schema of the YAML files of --config, by which editors complete and check them."
-    parser = CommandParser(prog="rapidformer schema", description=about)
-    parser.add_argument("--user-script", metavar="FILE", help="with the flags that this script declares")
-    return parser
+    return CommandParser(prog="rapidformer schema", description=about)
 
 
-def rendered(script_flags: type | None = None) -> str:
+def rendered() -> str:
     """Return the schema as the text of a file."""
-    return json.dumps(yaml_schema(script_flags), indent=1, ensure_ascii=False)
+    return json.dumps(yaml_schema(), indent=1, ensure_ascii=False)
 
 
-def yaml_schema(script_flags: type | None = None) -> Schema:
-    """Return the schema of a ``--config`` YAML file.
-
-    Args:
-        script_flags: a dataclass with the user's flags.
-    """
+def yaml_schema() -> Schema:
+    """Return the schema of a ``--config`` YAML file."""
     keys: Schema = {}
-    kinds = (*SECTIONS.values(), *switch_options().values(), *([script_flags] if script_flags else []))
+    kinds = (*SECTIONS.values(), *switch_options().values())
     settable = settable_by_files(kinds) - {"config"}
     for options in kinds:
         for field in dataclasses.fields(options):
@@ -149,11 +118,10 @@ def yaml_schema(script_flags: type | None = None) -> Schema:
                 default = field.default
                 if isinstance(default, (bool, int, float, str)) and default != "":
                     value["default"] = default
-                spellings: Schema = {name: value}
+                keys[name] = value
                 for alias, stands_for in meta.get("aliases", {}).items():
                     same = f"the same as {name}" + (f": {stands_for}" if stands_for else "")
-                    spellings[alias] = ({"type": ["boolean", "null"]} if stands_for else value) | {"description": same}
-                keys |= spellings
+                    keys[alias] = ({"type": ["boolean", "null"]} if stands_for else value) | {"description": same}
     dashed_keys = [key for key in keys if "-" in key]
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -166,48 +134,20 @@ def yaml_schema(script_flags: type | None = None) -> Schema:
 
 
 def _value(annotation: object, field: dataclasses.Field[object]) -> Schema:
-    """Return the schema of a value, which accepts the same as ``config._checked``. An empty value is the default."""
+    """Return the schema of a value: its type, choices and bounds. An empty value is the default."""
     kind, choices, several = value_kind(annotation)
-    meta = field.metadata
-    bare = meta.get("bare")
+    bare = field.metadata.get("bare")
     kinds = ["null", *(["boolean"] if bare is not None or kind is bool else [])]
     if choices:
         logical = [True, False] if bare is not None else []
         return {"enum": list(dict.fromkeys([*choices, *([bare] if bare else []), *logical, None]))}
-    if several:
-        return {"type": [*kinds, *_SCALAR, "array"], "items": {"type": _SCALAR}}
-    if kind in (int, float):
-        number = _number(kind, kinds, meta.get("minimum"), meta.get("maximum"))
-        if Epochs not in get_args(annotation):
-            return number
-        return number | {"pattern": rf"({number['pattern']})|(^\s*{_NUMBER}\s*[Ee][Pp][Oo][Cc][Hh][Ss]?\s*$)"}
-    if kind is Interval:
-        pattern = rf"^\s*{_NUMBER}\s*[A-Za-z]*\s*$"
-        return {"type": [*kinds, "string", "integer"], "exclusiveMinimum": 0, "pattern": pattern}
-    if kind is TrackerNames:
-        one = f"({'|'.join(map(_any_case, TRACKERS))})"
-        alone = f"{_any_case('all')}|{_any_case('none')}"
-        return {
-            "type": [*kinds, "string", "array"],
-            "pattern": rf"^\s*({alone}|{one}(\s*,\s*{one})*)\s*$",
-            "items": {"type": "string", "pattern": rf"^\s*({alone}|{one})\s*$"},
-        }
-    return {"type": kinds if kind is bool else [*kinds, *_SCALAR]}
-
-
-def _any_case(word: str) -> str:
-    """Return a pattern that matches a word in any case, because patterns of JSON schemas have no flags."""
-    return "".join(f"[{letter.upper()}{letter}]" for letter in word)
-
-
-def _number(kind: type, kinds: list[str], minimum: float | None, maximum: float | None) -> Schema:
-    """Return the schema of a number, which may also be a string.
-
-    Files are read as YAML 1.1, which reads 1e-5 as a string. Newer versions read it as a number.
-    """
-    form = _DIGITS if kind is int else _NUMBER
-    sign = "[-+]?" if minimum is None or minimum < 0 else "[+]?"
-    types = [*kinds, "integer" if kind is int else "number", "string"]
-    value: Schema = {"type": types, "pattern": rf"^\s*{sign}{form}\s*$"}
-    bounds = {"minimum": minimum, "maximum": maximum}
-    return value | {name: bound for name, bound in bounds.items() if bound is not None}
+    if kind in (int, float, Interval):
+        # YAML 1.1 reads 1e-5 as a text. Intervals and epochs have a unit, which only the parser checks.
+        value: Schema = {"type": [*kinds, "number" if kind is float else "integer", "string"], "pattern": NUMBER}
+        bounds = {name: field.metadata.get(name) for name in ("minimum", "maximum")}
+        value |= {name: bound for name, bound in bounds.items() if bound is not None}
+        return value | ({"exclusiveMinimum": 0} if kind is Interval else {})
+    if several or kind is TrackerNames:
+        items = ["string"] if kind is TrackerNames else SCALAR
+        return {"type": [*kinds, *items, "array"], "items": {"type": items}}
+    return {"type": kinds if kind is bool else [*kinds, *SCALAR]}

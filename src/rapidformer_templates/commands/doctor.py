@@ -17,13 +17,9 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from rapidformer_templates.errors import ConfigError, did_you_mean
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, installed_packages, versions_of
 from rapidformer_templates.planning.flag_parser import CommandParser
-from rapidformer_templates.planning.flag_values import TRACKERS, TRACKERS_INSTALL
-from rapidformer_templates.planning.optimizers import OPTIMIZER_PACKAGES, OPTIMIZERS
-from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 
 REQUIRED_PACKAGES = ("torch", "transformers", "datasets", "accelerate")
@@ -33,18 +29,19 @@ TITLES = ("Machine", "Packages", "DeepSpeed's compiled parts")
 CRASHED = f"Python crashed, or hung for {IMPORT_SECONDS} s, while it was imported"
 MODULES = {"apex": "apex.optimizers", "fairscale": "fairscale.optim.oss"}
 """Modules that the engines import, if not the package itself."""
-BACKENDS = ("triton", "tvm", "torch_xla")
-"""Packages that only some backends of torch.compile need. They are listed if they are installed."""
-EXTRAS = {
-    "apex": ("", "from source: github.com/NVIDIA/apex"),  # the declared text is too long for a line
-    "bitsandbytes": ("lora (nf4)", ""),
-    "flash_attn": ("flash-attention", "pip install flash-attn --no-build-isolation"),
-    "liger_kernel": ("fused-linear-cross-entropy", "pip install 'rapidformer_templates[liger]'"),
-    **dict.fromkeys(("onnx", "onnxscript"), ("onnx-runtime", "pip install 'rapidformer_templates[onnx]'")),
-    **dict.fromkeys(BACKENDS, ("torch-compile", "")),
-    **{TRACKERS[name]: ("--report-to", install) for name, install in TRACKERS_INSTALL.items()},
+OWN_EXTRAS = {
+    "deepspeed": "deepspeed", "fairscale": "fairscale", "liger_kernel": "liger", "peft": "peft", "torchao": "torchao",
+    "bitsandbytes": "bitsandbytes", **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "onnx"),
+    **dict.fromkeys(("tensorboard", "wandb", "mlflow"), "trackers"),
+}  # fmt: skip
+"""Packages with the extra of this library that installs them."""
+INSTALLS = {
+    "apex": "from source: github.com/NVIDIA/apex",
+    "flash_attn": "pip install flash-attn --no-build-isolation",
+    "trackio": "pip install trackio",
+    **{name: f"pip install 'rapidformer_templates[{extra}]'" for name, extra in OWN_EXTRAS.items()},
 }
-"""The use of a package, and how to install it, as far as no switch and no optimizer declares them."""
+"""How each extra package is installed. Others, such as triton, are listed if they are there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +53,12 @@ class DoctorFinding:
         state: ``ok`` or ``built``, or else a short reason.
         version: version of the package, or empty.
         detail: the error, or what to do. Empty if there is no problem.
-        serves: switches and optimizers of this version that use it.
     """
 
     name: str
     state: str
     version: str = ""
     detail: str = ""
-    serves: tuple[str, ...] = ()
 
 
 def main(words: Sequence[str]) -> int:
@@ -76,15 +71,11 @@ def main(words: Sequence[str]) -> int:
         ConfigError: the command does not accept a word.
         PartError: a part that ``--build`` names cannot be built.
     """
-    options, parts = build_parser().parse_args(words), deepspeed_parts.PARTS
-    if wrong := [name for name in options.build or () if name not in parts]:
-        hint = did_you_mean(wrong[0], parts, f"the parts are {', '.join(parts)}")
-        raise ConfigError(f"DeepSpeed has no part '{wrong[0]}'", where="--build", hint=hint)
+    options = build_parser().parse_args(words)
     device = "cpu" if environment.detect_gpu() is None else "cuda"
     if options.build is not None:
-        able = [part for part in parts if not deepspeed_parts.problems(part, device)]
         deepspeed_parts.export(device)
-        deepspeed_parts.build(options.build or able or list(parts), device)
+        deepspeed_parts.build(options.build or list(deepspeed_parts.PARTS), device)
     report = examine(device)
     if options.json:
         print(json.dumps(report, indent=2, default=dataclasses.asdict))
@@ -92,8 +83,7 @@ def main(words: Sequence[str]) -> int:
     for title, findings in zip(TITLES, report.values(), strict=True):
         print(title)
         for finding in findings if isinstance(findings, list) else [DoctorFinding(*fact) for fact in findings.items()]:
-            state = f"{finding.version} {finding.state}".strip()
-            print(f"  {finding.name:<22}{state:<22}{', '.join(finding.serves)}".rstrip())
+            print(f"  {finding.name:<22}{f'{finding.version} {finding.state}'.strip()}")
             if finding.detail:
                 print(f"  {'':<22}{finding.detail}")
     return 0
@@ -103,14 +93,14 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer doctor``."""
     parser = CommandParser(
         prog="rapidformer doctor",
-        description="Show what this machine has: its devices, the installed packages, what each of them serves, what "
-        "does not work, and what to do about it. It imports the packages in another process.",
+        description="Show what this machine has: its devices, the installed packages, what does not work, and what to "
+        "do about it. It imports the packages in another process.",
         epilog="example: rapidformer doctor --build cpu_adam",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    text = f"first build compiled parts of DeepSpeed: {', '.join(deepspeed_parts.PARTS)} (default: all that can be)"
-    parser.add_argument("--build", nargs="*", metavar="PART", help=text)
+    text = f"first build compiled parts of DeepSpeed: {', '.join(deepspeed_parts.PARTS)} (default: all)"
+    parser.add_argument("--build", nargs="*", choices=[*deepspeed_parts.PARTS], metavar="PART", help=text)
     return parser
 
 
@@ -121,7 +111,7 @@ def examine(device: str) -> dict[str, Any]:
     probed = probe({name: MODULES.get(name, name) for name in present})
     machine = versions_of(["rapidformer_templates"])
     machine |= {"device": probed.get("torch", {}).get("device", "unknown"), "cores": f"{len(os.sched_getaffinity(0))}"}
-    names = (*REQUIRED_PACKAGES, *(name for name in OPTIONAL_PACKAGES if name in optional or name not in BACKENDS))
+    names = dict.fromkeys([*REQUIRED_PACKAGES, *present, *(name for name in OPTIONAL_PACKAGES if name in INSTALLS)])
     return {
         "machine": machine,
         "packages": [_package(name, probed.get(name)) for name in names],
@@ -129,30 +119,15 @@ def examine(device: str) -> dict[str, Any]:
     }
 
 
-def serves(package: str) -> tuple[str, ...]:
-    """Return the switches and optimizers that use a package."""
-    switches = [switch.name for switch in REGISTRY.switches if switch.needs_package == package]
-    paths = {name: facts.implementation.path.partition(".")[0] for name, facts in OPTIMIZERS.items()}
-    optimizers = [name for name, facts in OPTIMIZERS.items() if package in (facts.needs_package, paths[name])]
-    return (*switches, *filter(None, [EXTRAS.get(package, ("",))[0]]), *optimizers)
-
-
 def _package(name: str, probed: Mapping[str, str] | None) -> DoctorFinding:
     """Return the finding about a package. ``probed`` is None if it is not installed."""
-    needed_by = ("everything",) if name in REQUIRED_PACKAGES else serves(name)
-    if probed is not None:
-        state, version = "does not import" if probed["error"] else "ok", versions_of([name]).get(name, "unknown")
-        return DoctorFinding(name, state, version, probed["error"], needed_by)
-    declared = [EXTRAS.get(name, ("", ""))[1]]
-    declared += [switch.install or "" for switch in REGISTRY.switches if switch.needs_package == name]
-    declared += [OPTIMIZER_PACKAGES[name].install] if name in OPTIMIZER_PACKAGES else []
-    install = next(filter(None, declared), f"pip install {name}")
-    return DoctorFinding(name, "not installed", detail=install, serves=needed_by)
+    if probed is None:
+        return DoctorFinding(name, "not installed", detail=INSTALLS.get(name, f"pip install {name}"))
+    state, version = "does not import" if probed["error"] else "ok", versions_of([name]).get(name, "unknown")
+    return DoctorFinding(name, state, version, probed["error"])
 
 
 def _part(name: str, device: str) -> DoctorFinding:
-    if reason := deepspeed_parts.problems(name, device):
-        return DoctorFinding(name, "cannot be built", detail=reason)
     if deepspeed_parts.is_built(name, deepspeed_parts.folder(device)):
         return DoctorFinding(name, "built")
     return DoctorFinding(name, "not built yet", detail=f"built at first use, or by rapidformer doctor --build {name}")
@@ -165,18 +140,14 @@ def probe(modules: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """
     reports: dict[str, dict[str, str]] = {}
     path = os.pathsep.join(folder for folder in sys.path if folder)  # so that the child finds the same packages
+    variables = {**os.environ, "PYTHONPATH": path}
     program = f"import {__name__} as doctor; doctor.import_all()"
     while rest := {name: module for name, module in modules.items() if name not in reports}:
         reports[next(iter(rest))] = {"error": CRASHED}
+        command = [sys.executable, "-P", "-W", "ignore", "-c", program, json.dumps(rest)]
         try:
-            output = subprocess.run(
-                [sys.executable, "-P", "-W", "ignore", "-c", program, json.dumps(rest)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-                timeout=IMPORT_SECONDS,
-                check=False,
-            ).stdout
+            child = subprocess.run(command, capture_output=True, env=variables, timeout=IMPORT_SECONDS, check=False)
+            output = child.stdout
         except subprocess.TimeoutExpired as hang:
             output = hang.stdout or b""
         for line in output.splitlines():

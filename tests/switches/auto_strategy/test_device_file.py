@@ -79,14 +79,9 @@ def in_rates(**values: object) -> Callable[[dict[str, Any]], object]:
 DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "another format": lambda document: document.update(format="another 1"),
     "no rates": without("rates"),
-    "empty rates": lambda document: document.update(rates=[]),
-    "a number as the device": lambda document: document.update(device=3),
-    "a word as the capability": lambda document: document.update(compute_capability="9.0"),
     "a negative rate": in_rates(memory_bandwidth=-1),
     "no number": in_rates(launch_seconds=float("nan")),
     "a word as a rate": in_rates(update_bandwidth="3"),
-    "an unknown precision": in_rates(precisions={"fp8": {}}),
-    "a list of exchanges": in_rates(exchanges=[1]),
 }
 
 

@@ -18,17 +18,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.table import Table
+from scipy.optimize import nnls
 from torch import nn
 from torch.nn import functional
 
@@ -47,7 +47,7 @@ from rapidformer_templates.switches.auto_strategy.step_seconds import UPDATE_TRA
 from rapidformer_templates.switches.auto_strategy.timing import GB, find_hardware, host_bytes
 from rapidformer_templates.switches.auto_strategy.trace import Product
 from rapidformer_templates.system import accelerator, launch
-from rapidformer_templates.system.terminal import console, print_lines
+from rapidformer_templates.system.terminal import print_lines
 from rapidformer_templates.system.workers import Workers, all_gather, join, reduce_scatter
 
 if TYPE_CHECKING:
@@ -56,15 +56,9 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 PRODUCTS = {
-    "cpu": (
-        (128, 128, 128), (256, 128, 512), (512, 512, 128), (384, 192, 576), (384, 192, 2048), (512, 512, 512),
-        (1024, 512, 1024),
-    ),
-    "gpu": (
-        (2048, 1024, 4096), (4096, 4096, 4096), (8192, 4096, 4096), (8192, 5120, 15360), (8192, 8192, 8192),
-        (16384, 4096, 16384),
-    ),
-}  # fmt: skip
+    "cpu": ((128, 128, 128), (384, 192, 576), (384, 192, 2048), (512, 512, 512), (1024, 512, 1024)),
+    "gpu": ((2048, 1024, 4096), (4096, 4096, 4096), (8192, 5120, 15360), (8192, 8192, 8192), (16384, 4096, 16384)),
+}
 """Rows, inner size and columns of the measured products."""
 
 ATTENTION = {
@@ -99,7 +93,7 @@ LARGEST_GROUP = 8
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure, write the file and print its rates. Return the exit status.
+    """Measure and write the file. Return the exit status.
 
     Raises:
         RapidformerError: there are fewer devices than workers, or a worker failed.
@@ -108,7 +102,6 @@ def main(options: argparse.Namespace) -> int:
     powers = 3 if kind == "cpu" else torch.accelerator.device_count().bit_length()
     device = calibrate(kind, options.workers or [2**power for power in range(powers)], options.seconds)
     device.write(options.output)
-    console(piped_width=120).print(rates_table(device))
     print(f"written to {options.output}: rapidformer plan --auto-strategy --device-file {options.output} …")
     return 0
 
@@ -135,24 +128,6 @@ def calibrate(kind: str, counts: Sequence[int], seconds: float) -> device_file.D
     return replace(measured[0], rates=tuple(rates for device in measured for rates in device.rates))
 
 
-def rates_table(device: device_file.DeviceFile) -> Table:
-    """Return a table of the rates by the names of the file, with a column for each number of workers."""
-    headings = [f"{rates.workers} workers" for rates in device.rates]
-    table = Table("rate", *headings, title=f"Rates of each worker on {device.name}", title_justify="left")
-    columns = [dict(_flat(asdict(rates))) for rates in device.rates]
-    for name in dict.fromkeys(name for column in columns for name in column):
-        table.add_row(name, *(f"{column[name]:.3g}" if name in column else "" for column in columns))
-    return table
-
-
-def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, "" if name in ("precisions", "exchanges") else f"{path}{name} ")
-        elif value is not None and name != "workers":
-            yield f"{path}{name}", value
-
-
 # Fits.
 
 
@@ -164,12 +139,8 @@ def fit_parts(parts: Iterable[tuple[float, float]]) -> tuple[float, float]:
     """
     matrix = np.array(list(parts))
     scale = np.maximum(matrix.max(axis=0), 1e-300)  # columns of the same size have small rounding errors
-    matrix, ones = matrix / scale, np.ones(len(matrix))
-    both = np.linalg.lstsq(matrix, ones, rcond=None)[0]
-    if both.min() < 0:
-        alone = [np.linalg.lstsq(matrix * used, ones, rcond=None)[0] for used in ((1, 0), (0, 1))]
-        both = min(alone, key=lambda factors: float(((matrix @ factors - 1) ** 2).sum()))
-    return float(both[0] / scale[0]), float(both[1] / scale[1])
+    factors, _ = nnls(matrix / scale, np.ones(len(matrix)))
+    return float(factors[0] / scale[0]), float(factors[1] / scale[1])
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -180,12 +151,12 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return fit_parts((0.0, amount / seconds) for amount, seconds in points)  # faster if it is larger: there is no delay
 
 
-def fit_factors(predicted: Mapping[str, Timing], measured: Mapping[str, float]) -> tuple[float, float]:
-    """Return the factors of computation and of exchanges with which predictions fit measured seconds, by layout."""
-    pairs = [(timing, measured[name]) for name, timing in predicted.items()]
+def fit_factors(predicted: Sequence[Timing], measured: Sequence[float]) -> tuple[float, float]:
+    """Return the factors of computation and of exchanges with which the predictions of layouts fit their seconds."""
+    pairs = list(zip(predicted, measured, strict=True))
     parts = (((timing.total - timing.communication) / by, timing.communication / by) for timing, by in pairs)
     computation, exchanges = fit_parts(parts)
-    return computation, exchanges if any(timing.communication for timing in predicted.values()) else 1.0
+    return computation, exchanges if any(timing.communication for timing in predicted) else 1.0
 
 
 # In a worker.
@@ -206,7 +177,8 @@ class Stopwatch:
         """Return the mean seconds of ``run`` over all workers. All of them run it equally often."""
         self._run(run, 2)
         calls = max(2.0, self._seconds / self._run(run, 1))
-        return self.agree(self._run(run, int(self.agree(calls, dist.ReduceOp.MIN)))) / self.workers.world
+        fewest = int(self.workers.gather_numbers(calls).min())
+        return float(self.workers.gather_numbers(self._run(run, fewest)).mean())
 
     def _run(self, run: Callable[[], object], calls: int) -> float:
         """Return the mean seconds of ``calls`` calls."""
@@ -216,35 +188,25 @@ class Stopwatch:
         accelerator.synchronize(self.workers.device)
         return (time.perf_counter() - begin) / calls
 
-    def agree(self, value: float, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
-        """Combine a value of each worker."""
-        if self.workers.world == 1:
-            return value
-        shared = torch.tensor(value, device=self.workers.device)
-        dist.all_reduce(shared, how)
-        return float(shared)
-
 
 def measure(watch: Stopwatch) -> device_file.DeviceFile:
     """Measure the rates of these workers."""
     workers, device, sizes = watch.workers, watch.workers.device, watch.sizes
-    precisions = ["fp32", "bf16"]  # those that the device computes well
-    if device.type != "cpu":
-        is_older = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-        precisions = ["fp32", "fp16"] if is_older else ["fp32", "bf16", "fp16"]
+    precisions, host_link = ["fp32", "bf16"], None
     large = torch.zeros(SIZES[sizes][-1], dtype=torch.uint8, device=device)
-    other, host_link = torch.empty_like(large), None
-    if device.type == "cpu":
-        facts = device_file.DeviceFile("cpu", processor(), round(host_bytes() / 1e9, 1), None, 0, ())
-    else:
+    other = torch.empty_like(large)
+    facts = device_file.DeviceFile("cpu", processor(), round(host_bytes() / 1e9, 1), None, 0, ())
+    if device.type != "cpu":
         module = torch.get_device_module(device)
         properties, name = module.get_device_properties(device), module.get_device_name(device)
         facts = device_file.DeviceFile(device.type, name, round(properties.total_memory / 1e9, 1), None, 0, ())
-        if device.type == "cuda" and torch.version.hip is None:
-            capability, count = torch.cuda.get_device_capability(device), properties.multi_processor_count
-            facts = replace(facts, compute_capability=capability, multiprocessors=count)
         host = torch.empty(large.shape, dtype=large.dtype, pin_memory=True)
         host_link = large.nbytes / watch.time(lambda: host.copy_(large, non_blocking=True)) / GB
+        precisions += ["fp16"]
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        facts = replace(facts, compute_capability=capability, multiprocessors=properties.multi_processor_count)
+        precisions = ["fp32", "fp16"] if capability < (8, 0) else precisions  # older ones only emulate bf16
     rates = device_file.WorkerRates(
         workers=workers.world,
         precisions={name: _precision_rates(watch, name, facts.multiprocessors) for name in precisions},
@@ -367,22 +329,19 @@ def _pass_on(tensor: torch.Tensor, received: torch.Tensor, workers: Workers) -> 
 # The steps of the reference model.
 
 
-def reference_flags(device: str, precision: str, workers: int) -> dict[str, list[str]]:
-    """Return the flags of each layout in which the reference model is trained, by the layout's name."""
+def reference_flags(device: str, precision: str, workers: int) -> list[list[str]]:
+    """Return the flags of the layouts in which the reference model is trained."""
     model, together = REFERENCE["cpu" if device == "cpu" else "gpu"], math.gcd(workers, LARGEST_GROUP)
     own = f"--device {device} --micro-batch-size {model.micro_batch} --train-iters {WARMUP + STEPS} --lr 1e-4 --no-save"
     own += f" --mixed-precision {precision}" if precision != "fp32" else ""
-    layouts = {"replicas": ("", workers)}
+    layouts = [("", workers)]  # flags and number of replicas
     if workers > 1:
-        layouts |= {
-            "fsdp": ("--fsdp-memory-optimization", workers),
-            "tensor": (f"--tensor-model-parallel-size {together}", workers // together),
-            "pipeline": (f"--pipeline-model-parallel-size {together}", workers // together),
-        }
-    return {
-        name: f"{own} {flags} --global-batch-size {2 * model.micro_batch * replicas}".split()
-        for name, (flags, replicas) in layouts.items()
-    }
+        layouts += [
+            ("--fsdp-memory-optimization", workers),
+            (f"--tensor-model-parallel-size {together}", workers // together),
+            (f"--pipeline-model-parallel-size {together}", workers // together),
+        ]
+    return [f"{own} {flags} --global-batch-size {2 * model.micro_batch * copies}".split() for flags, copies in layouts]
 
 
 def train(watch: Stopwatch, words: Sequence[str]) -> float:
@@ -398,19 +357,19 @@ def train(watch: Stopwatch, words: Sequence[str]) -> float:
     with redirect_stdout(shown), redirect_stderr(shown):
         Timed(words).fit()
     median = statistics.median(b - a for a, b in zip(ends[WARMUP - 1 :], ends[WARMUP:], strict=False))
-    return watch.agree(median, dist.ReduceOp.MAX)
+    return float(watch.workers.gather_numbers(median).max())
 
 
-def predict_steps(file: str, device: str, precision: str, workers: int) -> dict[str, Timing]:
+def predict_steps(file: str, device: str, precision: str, workers: int) -> list[Timing]:
     """Return what the planner predicts for a step of each layout, with the rates of a device file."""
-    model, timings = REFERENCE["cpu" if device == "cpu" else "gpu"], {}
-    for name, words in reference_flags(device, precision, workers).items():
+    model, timings = REFERENCE["cpu" if device == "cpu" else "gpu"], []
+    for words in reference_flags(device, precision, workers):
         config = REGISTRY.complete(parse(words, REGISTRY.options()))
         machine = replace(detect("Trainer", "calibrate", device=device, world_size=workers), device_file=file)
         plan = resolve(config, machine)
         subject = Subject(config, plan, gpu=device != "cpu", source=model)
         search = Search(config, machine, subject, find_hardware(machine, precision))
-        timings[name] = search.predict(layout_of(plan), memory_options_of(plan, subject.shapes.width)).timing
+        timings.append(search.predict(layout_of(plan), memory_options_of(plan, subject.shapes.width)).timing)
     return timings
 
 
@@ -419,13 +378,14 @@ def work(kind: str, seconds: float, file: Path) -> None:
     with join(kind) as workers:
         watch = Stopwatch(workers, seconds)
         device = measure(watch)
+        (rates,) = device.rates
         steps = {
-            name: {layout: train(watch, words) for layout, words in reference_flags(kind, name, workers.world).items()}
-            for name in device.rates[0].precisions
+            name: [train(watch, words) for words in reference_flags(kind, name, workers.world)]
+            for name in rates.precisions
         }
     if workers.is_main:
         device.write(file)  # with factors of 1
-        (rates,), factored = device.rates, {}
+        factored = {}
         for name, own in rates.precisions.items():
             factors = fit_factors(predict_steps(str(file), kind, name, rates.workers), steps[name])
             factored[name] = replace(own, computation_factor=factors[0], exchange_factor=factors[1])

@@ -17,15 +17,11 @@ from rapidformer_templates.system.files import JSON_ERRORS, write_json
 
 FORMAT = "rapidformer device 2"
 
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 EXCHANGES = ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send",
 )  # fmt: skip
 """Kinds of exchanges that are measured. ``send`` is one tensor to the next worker."""
-
-
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -59,10 +55,6 @@ class PrecisionRates:
     activation_bandwidth: float
     computation_factor: float = 1.0
     exchange_factor: float = 1.0
-
-
-MAY_BE_ZERO = ("seconds", "kernel_seconds", "exchange_factor", "multiprocessors")
-"""Values that can be 0."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +110,9 @@ class DeviceFile:
         write_json(file, {"format": FORMAT, **asdict(self)})
 
 
+Record = TypeVar("Record", ExchangeRate, PrecisionRates, WorkerRates, DeviceFile)
+
+
 def read_device_file(file: str) -> DeviceFile:
     """Read a device file.
 
@@ -136,51 +131,21 @@ def read_device_file(file: str) -> DeviceFile:
 
 
 def _device_of(document: Mapping[str, Any]) -> DeviceFile:
-    capability, measured, device = (document[name] for name in ("compute_capability", "rates", "device"))
-    if capability is not None and not (
-        isinstance(capability, list) and [type(part) for part in capability] == [int] * 2
-    ):
-        raise ValueError(f"'compute_capability' is {capability}")
-    if not isinstance(measured, list) or not measured:
-        raise ValueError("'rates' is not a list with measurements")
-    if not isinstance(device, str):
-        raise ValueError(f"'device' is {device}")
-    return DeviceFile(
-        **_numbers(document, DeviceFile),
-        device=device,
-        name=str(document["name"]),
-        compute_capability=(capability[0], capability[1]) if capability else None,
-        rates=tuple(
-            WorkerRates(
-                **_numbers(record, WorkerRates),
-                precisions=_by_name(record, "precisions", PRECISIONS, PrecisionRates),
-                exchanges=_by_name(record, "exchanges", EXCHANGES, ExchangeRate),
-            )
-            for record in measured
-        ),
-    )
+    capability, rates = document["compute_capability"], []
+    for record in document["rates"]:
+        precisions = {name: _record(PrecisionRates, record["precisions"][name]) for name in record["precisions"]}
+        exchanges = {kind: _record(ExchangeRate, record["exchanges"][kind]) for kind in record["exchanges"]}
+        rates.append(_record(WorkerRates, record | {"precisions": precisions, "exchanges": exchanges}))
+    facts = {name: value for name, value in document.items() if name != "format"}
+    facts |= {"compute_capability": capability and tuple(capability), "rates": tuple(rates)}
+    return _record(DeviceFile, facts)
 
 
-def _by_name(record: Mapping[str, Any], name: str, known: tuple[str, ...], kind: type[Record]) -> Mapping[str, Record]:
-    value = record[name]
-    if not isinstance(value, dict) or not all(isinstance(each, dict) for each in value.values()):
-        raise ValueError(f"'{name}' is not a mapping of mappings")
-    if unknown := value.keys() - set(known):
-        raise ValueError(f"'{name}' has '{min(unknown)}', which is not one of {', '.join(known)}")
-    return {key: kind(**_numbers(rates, kind)) for key, rates in value.items()}
-
-
-def _numbers(record: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Return the fields of a record that are numbers."""
-    numbers = {}
-    for name, expected in ((each.name, each.type) for each in fields(kind)):
-        if expected not in ("int", "float", "float | None"):
-            continue
-        value = record[name]
-        if value is not None or expected != "float | None":
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"'{name}' is {value}, not a number")
-            if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
-                raise ValueError(f"'{name}' is {value}, not a positive number")
-        numbers[name] = int(value) if expected == "int" else value
-    return numbers
+def _record(kind: type[Record], values: Mapping[str, Any]) -> Record:
+    """Return a record. A number that is not one, or that is negative, is a ValueError."""
+    for each in fields(kind):
+        value = values[each.name]
+        is_number = isinstance(value, int | float) and 0 <= value < math.inf
+        if each.type in ("int", "float") and not is_number:
+            raise ValueError(f"'{each.name}' is {value}, not a positive number")
+    return kind(**values)
