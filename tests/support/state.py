@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from rapidformer_templates.switches.auto_strategy import results
 from tests.support import parity
 from tests.support.worker_pool import (
     FAST_RUNS,
@@ -65,6 +67,13 @@ def is_no_worker() -> Iterator[None]:
     _forget_worker()
     yield
     _forget_worker()
+
+
+@pytest.fixture(autouse=True)
+def searches_are_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Give each test its own cache of searches, which no other test and no user has filled."""
+    folder = tmp_path_factory.getbasetemp() / f"searches-{uuid.uuid4().hex}"
+    monkeypatch.setattr(results, "cache_folder", lambda: folder)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
@@ -163,11 +165,12 @@ OF_SIZES += " --tensor-model-parallel-size 1 --context-parallel-size 1"
 
 @pytest.mark.longer
 def test_each_size_has_the_best_layout_of_its_own_search(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DEVICE_MEMORY_GB", "0.84")  # between what two workers and what four need
     more = f"{OF_SIZES} --use-distributed-optimizer --tokens 1M --price-per-hour 2"
-    result = planned(f"{more} --world-size 1,2,4")
+    picture = tmp_path / "sizes.png"
+    result = planned(f"{more} --world-size 1,2,4 --plot {picture}")
     single = [planned(f"{more} --world-size 2", status=1), planned(f"{more} --world-size 4")]
     sizes = {each["world_size"]: each for each in result["clusters"]}
     assert list(sizes) == [1, 2, 4]
@@ -178,6 +181,8 @@ def test_each_size_has_the_best_layout_of_its_own_search(
         assert sizes[size]["constraint"]
     assert sizes[2]["constraint"] in {each["constraint"] for each in single[0]["rejected"]}
     assert result["smallest"] == 4
+    is_bar = abs(imread(picture)[..., :3] - to_rgb("#4477aa")).max(axis=2) < 0.01
+    assert 0.05 < is_bar.mean() < 0.5  # one of three sizes fits
     assert main(["plan", *more.split(), "--world-size", "1,2,4"]) == 0
     shown = capsys.readouterr().out
     assert "smallest that fits: 4 workers" in shown
@@ -215,6 +220,8 @@ def test_a_named_layout_is_compared_by_component(
         "--world-size 0",
         "--world-size 1000001",
         "--world-size 2,4",
+        "--world-size 2 --plot a.png",
+        "--auto-strategy --world-size 2,4 --plot a.gif",
         "--compare=--zero-2-memory-optimization",
         "--auto-strategy --compare=--lr=3",
         "--auto-strategy --micro-batch-size 2 --compare=--micro-batch-size=1",

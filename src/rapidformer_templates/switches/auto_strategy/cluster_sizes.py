@@ -1,4 +1,4 @@
-"""``plan --auto-strategy --world-size 8,16,32``: the best layouts of several cluster sizes, as a table.
+"""``plan --auto-strategy --world-size 8,16,32``: the best layouts of several cluster sizes, as a table and a picture.
 
 Imports no torch.
 """
@@ -6,8 +6,9 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -17,6 +18,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.switches.auto_strategy import command, results
 from rapidformer_templates.switches.auto_strategy.timing import Hardware
+from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
@@ -52,12 +54,16 @@ def plan_clusters(
     source: ModelSource | None = None,
     *,
     as_json: bool,
+    plot: str | None,
+    cached: bool,
 ) -> int:
     """Search for each number of workers and print. Return the exit status, which is 1 if nothing fits anywhere.
 
     Args:
         environment: the environment of the first size. Its workers of a node are an upper limit for the others.
         source: builds the model. The default is the model of the flags.
+        plot: file of the picture, if one is wanted.
+        cached: whether results of equal searches are used.
 
     Raises:
         Refused: a rule refuses the flags for each size.
@@ -71,7 +77,7 @@ def plan_clusters(
     for size in sizes:
         place = replace(environment, world_size=size, local_world_size=min(environment.local_world_size, size))
         try:
-            result, hardware = command.search(config, place, source=source, subjects=subjects)
+            result, hardware = command.search(config, place, source=source, cached=cached, subjects=subjects)
         except Refused as refusal:
             refused = refusal
             first = refusal.diagnostics[0]
@@ -85,6 +91,8 @@ def plan_clusters(
     if result is None or hardware is None:
         assert refused is not None
         raise refused
+    if plot:
+        draw(clusters, hardware.memory_gb, terms, Path(plot))
     smallest = min((cluster.workers for cluster in clusters if cluster.best), default=None)
     if as_json:
         content = {
@@ -139,3 +147,47 @@ def in_words(candidate: results.Candidate) -> str:
     saving = [layout.partitioned, layout.recompute]
     more = [experts, f"micro {layout.micro_batch}", *(word for word in saving if word != "none")]
     return ", ".join([divided, *filter(None, more)])
+
+
+def draw(clusters: Sequence[ClusterSize], memory_gb: float, terms: results.TrainingTerms, file: Path) -> None:
+    """Draw time, use of the devices, memory and cost over the number of workers. The suffix is the format.
+
+    Raises:
+        RapidformerError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    def row(of: Callable[[results.Candidate, results.TrainingEstimate], float | None]) -> list[float | None]:
+        return [of(each.best, each.training) if each.best and each.training else None for each in clusters]
+
+    hours, used = row(lambda best, training: training.hours), row(lambda best, training: training.mfu)
+    costs = row(lambda best, training: training.cost)
+    panels: list[tuple[str, list[float | None], float | None]] = [
+        ("seconds per step", row(lambda best, training: best.timing.total), None),
+        ("tokens per second", row(lambda best, training: training.tokens_per_second), None),
+        ("GB needed per worker", row(lambda best, training: best.needed_gb), memory_gb),
+    ]
+    if any(hour is not None for hour in hours):
+        panels[0] = ("days of training", [None if hour is None else hour / 24 for hour in hours], None)
+    if any(share is not None for share in used):
+        panels[1] = ("MFU in %", [None if share is None else 100 * share for share in used], None)
+    if any(cost is not None for cost in costs):
+        panels.append((f"cost at {terms.price_per_hour:g} per worker and hour", costs, None))
+    figure = Figure(figsize=(3.2 * len(panels), 3.2), layout="constrained")
+    names = [str(cluster.workers) for cluster in clusters]
+    for axes, (title, values, limit) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        axes.bar(names, [value or 0.0 for value in values], color="#4477aa")
+        for place, value in enumerate(values):
+            if value is None:
+                axes.text(place, 0, "does not fit", ha="center", va="bottom", fontsize=8, color="#cc3311")
+            else:
+                axes.text(place, value / 2, f"{value:,.3g}", ha="center", va="center", fontsize=8, color="white")
+        if limit is not None:
+            axes.axhline(limit, color="#cc3311", linestyle="--")
+            title += f" (of {limit:g})"
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("workers")
+        axes.margins(y=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    with writing(file):
+        figure.savefig(file, dpi=150)

@@ -53,12 +53,15 @@ def search(
     registry: Registry = REGISTRY,
     *,
     source: ModelSource | None = None,
+    cached: bool = True,
     subjects: Subjects | None = None,
 ) -> tuple[results.SearchResult, Hardware]:
     """Search all layouts. Return them, and the devices that they are for.
 
     Args:
         source: builds the model. The default is the model of the flags.
+        cached: whether the result of an equal search is used if there is one. A new result is stored. With ``source``,
+            no result is used or stored, because the model does not follow from the flags.
         subjects: the models that searches of the same model share. A new one is added.
 
     Raises:
@@ -74,17 +77,24 @@ def search(
     plan = resolve(without_layout, environment, registry)
     complete = registry.complete(config)
     hardware = find_hardware(environment, precision(complete, environment), complete.get("host_memory_gb"))
-    gc.disable()  # collections take a sixth of the import of torch and transformers
-    try:
-        from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-        from rapidformer_templates.switches.auto_strategy.search import Search
-    finally:
-        gc.enable()
+    is_known = cached and registry is REGISTRY and source is None
+    file = results.cache_file(config, environment, hardware, by_memory=by_memory) if is_known else None
+    result = results.read_result(file) if file else None
+    if result is None:
+        gc.disable()  # collections take a sixth of the import of torch and transformers
+        try:
+            from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+            from rapidformer_templates.switches.auto_strategy.search import Search
+        finally:
+            gc.enable()
 
-    subjects = {} if subjects is None else subjects
-    subject = subjects.get(plan.switches) or Subject(config, plan, gpu=environment.device != "cpu", source=source)
-    subjects[plan.switches] = subject
-    return Search(config, environment, subject, hardware, registry, by_memory=by_memory).run(), hardware
+        subjects = {} if subjects is None else subjects
+        subject = subjects.get(plan.switches) or Subject(config, plan, gpu=environment.device != "cpu", source=source)
+        subjects[plan.switches] = subject
+        result = Search(config, environment, subject, hardware, registry, by_memory=by_memory).run()
+        if file:
+            results.write_result(file, result)
+    return result, hardware
 
 
 def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagValue]:
@@ -96,9 +106,11 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
     """
     result, hardware = search(config, environment)
     if not result.layouts:
+        constraints = [rejected.constraint for rejected in result.rejected]
+        closest = next((each for each in reversed(constraints) if "memory" in each), "".join(constraints[-1:]))
         raise NothingFits(
             f"no layout of {environment.world_size} workers with {hardware.memory_gb:g} GB each fits this model",
-            where=f"--auto-strategy: {closest_constraint(result)}",
+            where=f"--auto-strategy: {closest}" if closest else "--auto-strategy",
             hint="rapidformer plan --auto-strategy … lists every layout with what it lacks",
         )
     if is_first_worker():
@@ -117,20 +129,21 @@ def plan_command(
     source: ModelSource | None = None,
     *,
     as_json: bool,
+    cached: bool = True,
     compared: str | None = None,
 ) -> int:
     """Search and print. Return the exit status, which is 1 if nothing fits.
 
     Args:
-        source: see :func:`search`.
+        source, cached: see :func:`search`.
         compared: flags of a layout to compare with the best one.
     """
     narrower = with_layout_flags(config, compared) if compared else None
     subjects: Subjects = {}
-    result, hardware = search(config, environment, source=source, subjects=subjects)
+    result, hardware = search(config, environment, source=source, cached=cached, subjects=subjects)
     named = None
     if narrower:
-        named, _ = search(narrower, environment, source=source, subjects=subjects)
+        named, _ = search(narrower, environment, source=source, cached=cached, subjects=subjects)
     trainings = [results.estimate_training(each, config, environment, terms, result.totals) for each in result.layouts]
     if as_json:
         more = {"compared": compared_to_json(result, named)} if named else {}
@@ -139,6 +152,8 @@ def plan_command(
         show(result, hardware, trainings[0].lines(environment, terms) if trainings else ())
         if named:
             show_comparison(result, named)
+        if result.file:
+            print(f"note: read from {result.file}; --no-search-cache searches again")
     return 0 if result.layouts else 1
 
 
