@@ -10,7 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -42,23 +42,25 @@ class DeepSpeedFile:
         name: its name in messages.
         content: its values.
         text: its text without comments, or empty if it has no lines.
+        renamed: keys that are read at another path than the file's: new path → the file's.
     """
 
     name: str
     content: Section
     text: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, path: str) -> str:
         """Return the location of a key, or of the section where it would be: ``ds.json:12``."""
         end = 0
-        for key in path.split("."):
+        for key in self.renamed.get(path, path).split("."):
             if match := re.compile(rf'"{re.escape(key)}"\s*:').search(self.text, end):
                 end = match.end()
         return f"{self.name}:{self.text.count(chr(10), 0, end) + 1}" if end else self.name
 
 
 def read(text: str) -> DeepSpeedFile:
-    """Read a DeepSpeed file, or JSON in its place.
+    """Read a DeepSpeed file, or JSON in its place, and rename its keys as in the installed DeepSpeed.
 
     Raises:
         ConfigError: the file does not exist or is not a JSON object, or it has a key twice.
@@ -84,7 +86,13 @@ def read(text: str) -> DeepSpeedFile:
         raise ConfigError(f"{name} is not JSON: {error}", where="--deepspeed-config") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{name} does not hold a JSON object", where="--deepspeed-config")
-    return DeepSpeedFile(name, content, "" if inline else plain)
+    renamed = {}
+    for old, new in key_table().renamed.items():
+        (old_section, _, old_key), (new_section, _, new_key) = old.rpartition("."), new.rpartition(".")
+        source, target = (look_up(content, path) if path else content for path in (old_section, new_section))
+        if isinstance(source, dict) and isinstance(target, dict) and old_key in source and new_key not in target:
+            target[new_key], renamed[new] = source.pop(old_key), old
+    return DeepSpeedFile(name, content, "" if inline else plain, renamed)
 
 
 def whole(value: Json) -> Json:
@@ -166,6 +174,7 @@ class KeyTable:
         only: keys with the only value that fits the library, and why.
         choices: keys with their possible values.
         entries: keys with the flags that they are.
+        renamed: keys of the guide, with the key at which the installed DeepSpeed looks for the value.
     """
 
     own: list[str]
@@ -176,6 +185,7 @@ class KeyTable:
     only: Mapping[str, Mapping[str, Json]]
     choices: Mapping[str, list[Json]]
     entries: Mapping[str, str]
+    renamed: Mapping[str, str]
 
     @property
     def top(self) -> set[str]:

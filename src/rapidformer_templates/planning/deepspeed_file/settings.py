@@ -324,6 +324,8 @@ def _offloads(request: Request, stage: int) -> dict[str, Json]:
 def file_notes(request: Request) -> Iterator[str]:
     """Yield the plan's notes about a file."""
     file = file_of(request)
+    for new, old in file.renamed.items():
+        yield f"{file.name}: {old} is read as {new}, where DeepSpeed looks for it"
     for path, why in key_table().noted.items():
         value = look_up(file.content, path)
         prints_anyway = path == "steps_per_print" and any(file.content.get(name) for name in LOUD)
