@@ -175,7 +175,7 @@ def read_set(folder: Path) -> None:
 
 def read_run(folder: Path) -> None:
     run = RunFolder(folder)
-    show_changes(run, {"--lr": {"value": 1, "origin": "x"}}, alone())
+    show_changes(run, {"values": {"--lr": {"value": 1, "origin": "x"}}}, alone())
     saved = find_saved(folder)
     saved.config()
     saved.decisions("causal_lm")

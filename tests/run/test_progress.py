@@ -63,12 +63,19 @@ def test_a_resume_tells_what_is_changed_and_left_once(tmp_path: Path, capsys: py
     lines(capsys, "--lr", "0.1", *folder)
     told = lines(capsys, "--lr", "0.05", "--weight-decay", "0", "--resume", *folder)
     assert [line for line in told if "changed" in line] == [
-        "note       changed since the run was last started: --lr 0.1 → 0.05, --weight-decay its default → 0.0"
+        "note       changed since the run was last started: --lr 0.1 → 0.05, --weight-decay 0.01 → 0.0"
     ]
     assert [line for line in told if "left" in line] == ["nothing is left to train: 4 of 4 steps are done"]
     told = lines(capsys, "--lr", "0.05", "--weight-decay", "0", "--resume", *folder)
     assert [line for line in told if "changed" in line] == []
     assert sum("resuming from" in line for line in told) == 1
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    plan["defaults"] |= {"--fsdp-reduce-every-micro-batch": False, "--of-an-older-version": 1}
+    (tmp_path / "run/plan.json").write_text(json.dumps(plan))
+    told = lines(capsys, "--lr", "0.05", "--weight-decay", "0", "--resume", *folder)
+    assert [line for line in told if "changed" in line] == [
+        "note       changed since the run was last started: --fsdp-reduce-every-micro-batch False → True"
+    ]
 
 
 @pytest.mark.parametrize(("iterations", "steps"), [("1", "1 (0.5 epochs)"), ("4", "4 (2 epochs)"), ("5", "5 (2.5 ")])

@@ -297,7 +297,7 @@ def test_sessions_name_a_worker_that_hangs_and_wait_for_slow_tokens(how: str) ->
     if named is None:
         assert (ended.returncode, ended.stdout.count("done")) == (0, 2), ended.stderr
         return
-    assert ended.returncode == 1
+    assert ended.returncode == WorkerHangs.exit_status
     assert re.search(named, ended.stderr), ended.stderr
     assert "continue from your last checkpoint; --worker-timeout (now 2 s)" in ended.stderr
 

@@ -14,6 +14,7 @@ from rapidformer_templates.data.text.bad_lines import describe_skipped
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.errors import ConfigError, DataError, Interrupted, counted
 from rapidformer_templates.models.model_files import check_not_quantized
+from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.data_rules import check_data_flags
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import TrainingFlags
@@ -225,10 +226,12 @@ def train(run: Run, stop: StopRequest, then: AfterTraining | None = None) -> Sum
         restore_callbacks(run.callbacks, run.position.callbacks, workers)
 
     # 3. The run folder. Nothing is written to it until everything that can fail early has been tried.
+    defaults = {spelling(name): value for name, value in run.config.items() if name not in run.config.origins}
+    plan = {**run.plan.to_json(), "defaults": defaults}
     if folder and training.resume:
-        show_changes(folder, run.plan.values, workers)
+        show_changes(folder, plan, workers)
     if folder and workers.is_main:
-        folder.prepare(run.plan.to_json(), overwrite=training.overwrite)
+        folder.prepare(plan, overwrite=training.overwrite)
         with writing(folder.model):
             describe_model(run, folder.model)
     workers.barrier()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rapidformer_templates.data.fingerprints import KEPT, Fingerprint, contents, difference, first_samples
 from rapidformer_templates.data.loader import field_of
@@ -242,27 +243,32 @@ NOT_COMPARED = {"template", "--resume", "--save", "--load", "--overwrite", "--co
 """Values that do not affect a resumed run."""
 
 
-def show_changes(folder: RunFolder, values: Mapping[str, Mapping[str, object]], workers: Workers) -> None:
-    """Report the flags whose values have changed since the run was last started.
+def show_changes(folder: RunFolder, plan: Mapping[str, Any], workers: Workers) -> None:
+    """Report the flags whose values have changed since the run was last started. Another version has other defaults.
 
     Args:
-        values: the values of the new plan, which will replace the last one.
+        plan: the content of ``plan.json`` that will replace the last one.
     """
+
+    def all_values(plan: Mapping[str, Any]) -> dict[str, object]:
+        return {**plan.get("defaults", {}), **{name: entry["value"] for name, entry in plan["values"].items()}}
+
     if not workers.is_main or not folder.plan.exists():
         return
     try:
-        saved = json.loads(folder.plan.read_text(encoding="utf-8"))["values"]
-        before = {name: entry["value"] for name, entry in saved.items()}
+        saved = json.loads(folder.plan.read_text(encoding="utf-8"))
+        before, given = all_values(saved), saved["values"].keys() | plan["values"].keys()
     except JSON_ERRORS as error:
         say(workers, f"{folder.plan} cannot be read ({error}): what has changed is unknown", loud=True)
         return
-    values = json.loads(json.dumps(values))
-    named = sorted((before.keys() | values.keys()) - NOT_COMPARED)
-    pairs = {name: (before.get(name), values.get(name, {}).get("value")) for name in named}
+    now = all_values(json.loads(json.dumps(plan)))
+    named = sorted((given | (before.keys() & now.keys())) - NOT_COMPARED)
+    pairs = {name: (before.get(name), now.get(name)) for name in named}
     changes = []
-    for name, (was, now) in pairs.items():
-        if was != now:
-            changes.append(f"{name} {'its default' if was is None else was} → {'its default' if now is None else now}")
+    for name, (was, value) in pairs.items():
+        if was != value:
+            is_now = "its default" if value is None else value
+            changes.append(f"{name} {'its default' if was is None else was} → {is_now}")
     if changes:
         say(workers, f"note       changed since the run was last started: {', '.join(changes)}")
 

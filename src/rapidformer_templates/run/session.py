@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -26,7 +27,7 @@ from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.engines.step import Step
-from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, OutOfMemory
+from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, Explained, OutOfMemory
 from rapidformer_templates.models.architectures import has_chosen_frequencies
 from rapidformer_templates.models.blocks import in_eval_mode
 from rapidformer_templates.planning.config import RunConfig, spelling
@@ -92,7 +93,7 @@ def open_session(
     Raises:
         ConfigError: a flag has no effect in a session.
         Refused: the flags break rules.
-        SystemExit: the workers that this process started have finished.
+        SystemExit: the workers that this process started have finished, or one has failed. Its status is theirs.
     """
     if not reads_flags:
         _check_flags(template, schedule)
@@ -106,7 +107,11 @@ def open_session(
     elif count > 1:
         command = launch.program_command()
         _show(template)
-        launch.run_workers(command, count, template.config.launch.master_port, chosen_layout(template.config))
+        try:
+            launch.run_workers(command, count, template.config.launch.master_port, chosen_layout(template.config))
+        except Explained as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(error.exit_status) from None
         raise SystemExit(0)
     return Session(template, schedule, example)
 
