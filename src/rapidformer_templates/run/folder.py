@@ -468,11 +468,11 @@ def lock_folder(folder: Path, workers: Workers) -> Iterator[bool]:
     lock = RunLock(folder)
     together = True
     try:
-        token = _all_or_none(workers, lambda: lock.acquire() if workers.is_main else "")[0]
+        token = all_or_none(workers, lambda: lock.acquire() if workers.is_main else "")[0]
         if workers.world > 1:
-            _all_or_none(workers, lambda: lock.allow_sharing() if workers.is_main else None)
+            all_or_none(workers, lambda: lock.allow_sharing() if workers.is_main else None)
             first = workers.local_rank == 0
-            visible = _all_or_none(workers, lambda: workers.is_main or lock.acquire_shared(token, write=first))
+            visible = all_or_none(workers, lambda: workers.is_main or lock.acquire_shared(token, write=first))
             hosts = workers.gather(socket.gethostname())
             blind = [f"{rank} on {hosts[rank]}" for rank, sees in enumerate(visible) if not sees]
             if blind:
@@ -490,7 +490,7 @@ def lock_folder(folder: Path, workers: Workers) -> Iterator[bool]:
         lock.release(remove=workers.is_main and together)
 
 
-def _all_or_none(workers: Workers, body: Callable[[], T]) -> list[T]:
+def all_or_none(workers: Workers, body: Callable[[], T]) -> list[T]:
     """Return the result of ``body`` from every rank. The first error of any rank is raised on all."""
     result: list[T] = []
     problem = None
