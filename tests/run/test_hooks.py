@@ -311,6 +311,11 @@ class _InHalf(CausalJob):
         return super().make().bfloat16()
 
 
+def test_a_norm_of_another_16_bit_type_than_its_input_is_explained(says: Says) -> None:
+    with says(ModelError):
+        _InHalf(["--train-iters", "1", "--lr", "1e-5", "--mixed-precision", "fp16", "--device", "cpu"]).fit()
+
+
 @pytest.mark.parametrize(
     ("kind", "flags", "is_told"),
     [(_InHalf, "", True), (_InHalf, "--mixed-precision bf16", True), (CausalJob, "--mixed-precision bf16", False)],

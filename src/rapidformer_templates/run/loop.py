@@ -201,7 +201,7 @@ class Loop:
         with (
             self._locate_errors(step),
             step_errors.locate_index_errors(samples, "training samples"),
-            step_errors.explain_parts(self.run.plan),
+            step_errors.explain_parameters(self.run.plan),
         ):
             if task and task.measures:
                 task.begin_step(microbatches)

@@ -51,7 +51,7 @@ from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.run import Position, Template, begin_run
 from rapidformer_templates.run.saving import check_base, check_settings, checkpoint_to_load, restore_engine
 from rapidformer_templates.run.scripts import CALL
-from rapidformer_templates.run.step_errors import MAY_HELP, explain_parts, locate_device_errors, locate_non_finite
+from rapidformer_templates.run.step_errors import MAY_HELP, explain_parameters, locate_device_errors, locate_non_finite
 from rapidformer_templates.run.watch import EVALUATION, EXPORT, OWN_CODE, SAVE, SETUP, STEP
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import seed_all
@@ -494,7 +494,7 @@ class Session:
     @contextmanager
     def _locate_errors(self, newest: int) -> Iterator[None]:
         """Add the step to a :class:`NonFiniteLoss` or a device failure. ``newest`` is the last started step."""
-        with locate_non_finite(newest, MAY_HELP), locate_device_errors(lambda: newest), explain_parts(self.plan):
+        with locate_non_finite(newest, MAY_HELP), locate_device_errors(lambda: newest), explain_parameters(self.plan):
             yield
 
 

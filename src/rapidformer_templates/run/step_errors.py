@@ -23,7 +23,14 @@ from transformers import PreTrainedModel
 from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.backwards import WHOLE_WEIGHTS
-from rapidformer_templates.errors import DataError, DeviceFailed, NonFiniteLoss, RapidformerError, is_out_of_memory
+from rapidformer_templates.errors import (
+    DataError,
+    DeviceFailed,
+    ModelError,
+    NonFiniteLoss,
+    RapidformerError,
+    is_out_of_memory,
+)
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers
 
@@ -161,15 +168,20 @@ OF_PARTS = re.compile(r"mixed torch\.Tensor and DTensor|_local_tensor|\[0\]|\(0\
 
 
 @contextmanager
-def explain_parts(plan: Plan) -> Iterator[None]:
-    """Context for steps. It explains errors of a loss that computes with parameters which the workers have divided.
+def explain_parameters(plan: Plan) -> Iterator[None]:
+    """Context for steps. It explains errors about parameters that the workers have divided, or of two 16-bit types.
 
     Raises:
+        ModelError: replaces an error of torch about a norm in bf16 that is given fp16, or the other way round.
         RapidformerError: replaces an error of torch about a part of a parameter.
     """
     try:
         yield
     except (RuntimeError, AttributeError) as error:
+        if plan.precision != "fp32" and "mixed dtype (CPU)" in str(error):
+            message = f"the parameters of a norm have another 16-bit type than its {plan.precision} input"
+            hint = "load the model in fp32: from_pretrained(…, dtype=torch.float32)"
+            raise ModelError(message, where="build_model()", hint=hint) from error
         if not plan.builds_in_shares or not OF_PARTS.search(str(error)):
             raise
         message = "a parameter is used outside of the forward of its module, where a worker has only its part"
