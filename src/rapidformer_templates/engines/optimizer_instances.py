@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.recipe import GroupOptions, OptimizerSpec, Schedule, trained_parameters
 from rapidformer_templates.errors import ConfigError
@@ -58,62 +59,43 @@ def _error(message: str, hint: str = AS_RECIPE) -> ConfigError:
 
 
 def _recipe_of(optimizer: Optimizer, model: object) -> OptimizerSpec:
-    """Build a recipe from the class of an optimizer, its options, and the group options of each parameter by name."""
-    kind, the_optimizer = type(optimizer), f"the {type(optimizer).__name__}"
+    """Build a recipe from the class of an optimizer, its defaults, and the group options of each parameter by name."""
+    kind: Callable[..., Optimizer] = type(optimizer)
+    name = type(optimizer).__name__
     if not isinstance(model, nn.Module):
         hint = "pass the model itself with it, not a function that builds one; or " + AS_RECIPE
-        raise _error(f"{the_optimizer} was made for the parameters of an unknown model", hint)
+        raise _error(f"the {name} was made for the parameters of an unknown model", hint)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        message = f"{the_optimizer} has hooks around its step, which would be lost when it is built again"
+        message = f"the {name} has hooks around its step, which would be lost when it is built again"
         raise _error(message, "do what they do before and after session.step(…)")
-    # Options that a constructor passes on as keywords belong to the base class.
-    names: list[str] = []
-    for base in (base for base in kind.__mro__[: kind.__mro__.index(Optimizer)] if "__init__" in vars(base)):
-        _, _, *parameters = inspect.signature(vars(base)["__init__"]).parameters.values()  # self, the groups, options
-        names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            break
-    known_values = {**vars(optimizer), **optimizer.defaults}
-    if missing := [name for name in names if name not in known_values]:
-        raise _error(f"cannot tell the {', '.join(missing)} of {the_optimizer}")
-    recipe = OptimizerSpec(kind, {name: known_values[name] for name in names}, _options_by_name(optimizer, model))
-    _check_rebuilds(optimizer, recipe, model)
-    return recipe
-
-
-def _check_rebuilds(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Module) -> None:
-    """Check that the recipe builds an equal optimizer. It does not if the class hides the options it was given.
-
-    Raises:
-        ConfigError: the optimizer cannot be built again, or differs in an option.
-    """
-    name, trained = type(optimizer).__name__, trained_parameters(model)
+    _, *parameters = inspect.signature(kind).parameters.values()  # the groups, and the options
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     hint = f"give a function that makes it: lambda groups: {name}(groups, …), with all of its options"
+    if missing := [option for option in names if option not in optimizer.defaults]:
+        raise _error(f"the {name} does not keep its {', '.join(missing)} in its defaults", hint)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    options = {option: value for option, value in optimizer.defaults.items() if takes_all or option in names}
+    groups = [{**group, **_options_of(group)} for group in optimizer.param_groups]
     try:
-        again = recipe.build(trained, recipe.differences(trained))
+        again = kind(groups, **options)
     except Exception as error:  # from a user's own class
-        message = f"the {name} cannot be built again with {', '.join(recipe.kwargs) or 'no options'}: {error}"
-        raise _error(message, hint) from error
-    for parameter, state in optimizer.state.items():
-        initial = again.state.get(parameter, {}) if parameter.requires_grad else state
-        if initial.keys() != state.keys() or not all(_equal(value, initial[key]) for key, value in state.items()):
-            message = f"the {name} has already made steps, and its state cannot be divided"
-            raise _error(
-                message, "compose before the first step; session.load() restores what session.save() has written"
-            )
-    of_groups = {id(parameter): group for group in again.param_groups for parameter in group["params"]}
-    plain = {key: v for key, v in vars(optimizer).items() if key[0] != "_" and isinstance(v, int | float | str)}
-    pairs = [(optimizer.defaults, again.defaults), (plain, vars(again))] + [
-        (_options_of(group), of_groups[id(parameter)])
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) in of_groups  # a frozen parameter is not updated
-    ]
-    for original, rebuilt in pairs:
-        for option, value in original.items():
-            if option not in rebuilt or not _equal(rebuilt[option], value):
-                became = f"became {rebuilt[option]}" if option in rebuilt else "was lost"
-                raise _error(f"{option}={value} of the {name} {became} when it was built again", hint)
+        raise _error(f"the {name} cannot be built again with {', '.join(options)}: {error}", hint) from error
+    _check_equal(optimizer, again, hint)
+    return OptimizerSpec(kind, options, _options_by_name(optimizer, model))
+
+
+def _check_equal(optimizer: Optimizer, again: Optimizer, hint: str) -> None:
+    """Refuse an optimizer that differs from the one that was built again."""
+    name, both = type(optimizer).__name__, (optimizer, again)
+    states, states_again = ([v for v in tree_leaves(one.state_dict()["state"]) if torch.is_tensor(v)] for one in both)
+    if len(states) != len(states_again) or not all(map(torch.equal, states, states_again)):
+        to_do = "compose before the first step; session.load() restores what session.save() has written"
+        raise _error(f"the {name} has already made steps, and its state cannot be divided", to_do)
+    options, options_again = ([one.defaults, *map(_options_of, one.param_groups)] for one in both)
+    for given, rebuilt in zip(options, options_again, strict=True):
+        if given != rebuilt:
+            differing = ", ".join(option for option in given if given[option] != rebuilt.get(option))
+            raise _error(f"the {name} has another {differing} when it is built again", hint)
 
 
 def _options_of(group: Mapping[str, object]) -> dict[str, object]:
@@ -122,21 +104,13 @@ def _options_of(group: Mapping[str, object]) -> dict[str, object]:
     return {**options, "lr": group["initial_lr"]} if "initial_lr" in group else options
 
 
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return one is other or bool(one == other)
-
-
 def _options_by_name(optimizer: Optimizer, model: nn.Module) -> GroupOptions:
     """Map parameter names to the options in which their group differs from the optimizer's defaults."""
     kind, defaults = type(optimizer).__name__, optimizer.defaults
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     different: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
-        differing = {k: v for k, v in _options_of(group).items() if k not in defaults or not _equal(v, defaults[k])}
+        differing = {k: v for k, v in _options_of(group).items() if k not in defaults or v != defaults[k]}
         for parameter in group["params"]:
             if id(parameter) not in names:
                 message = f"the {kind} has a parameter of shape {tuple(parameter.shape)} that the model does not have"
@@ -180,13 +154,9 @@ class _RecordedScales:
     def __call__(self, step: int) -> float:
         """Return the share of the peak rate."""
         while len(self._scales) <= step:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the warning about an optimizer that has not stepped
-                    self._scheduler.step()
-            except ValueError as error:  # OneCycleLR raises past its last step
-                reason = f"has no rate for step {len(self._scales) + 1}: {error}"
-                self._refuse(reason, "build it for all steps of the run")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the warning about an optimizer that has not stepped
+                self._scheduler.step()
             pairs = zip(self._groups, self._initial_options, strict=True)
             changed = {k for now, then in pairs for k in now.keys() - {"params", "lr"} if now[k] != then.get(k)}
             if changed:
