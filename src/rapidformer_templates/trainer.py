@@ -228,6 +228,16 @@ class Trainer:
         if self._run is not None:
             self._run.stop_reason = reason
 
+    def log(self, values: Mapping[str, Tensor | float]) -> None:
+        """Add numbers, such as ``{"entropy": entropy}``, to the next line of ``metrics.jsonl`` and of the trackers.
+
+        Call it in :meth:`compute_loss` or a callback, on any worker. A line has the mean of all finite values since the
+        line before, over calls and workers. A tensor is read with the line, so the host does not wait in between. In
+        an evaluation, ``compute_loss`` logs nothing.
+        """
+        if self._run is not None:
+            self._run.log(values)
+
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of a tensor from all replicas of the model, those of this worker first.
 

@@ -16,15 +16,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from rapidformer_templates import Callback, Data, Finetuner, Trainer
 from rapidformer_templates.errors import CheckpointError, ConfigError, ModelError, RapidformerError
 from rapidformer_templates.run.hooks import checked_callbacks, states_of
+from rapidformer_templates.run.log import Log
 from rapidformer_templates.run.scripts import check_names
 from rapidformer_templates.system.launch import run_workers
 from tests.support.dropout_runs import FLAGS, Died, DropoutJob, assert_same
-from tests.support.jobs import CausalJob
+from tests.support.jobs import CausalJob, DeepJob
 from tests.support.lines import FLAGS as LINE
 from tests.support.lines import Line, Worsening
 from tests.support.messages import Says
 from tests.support.parity import EXACT, assert_follows, observed, reference, trained
 from tests.support.selection import by_default
+from tests.support.worker_pool import run_in_workers
 
 SAMPLES = [{"x": np.ones(1, np.float32), "y": np.ones(1, np.float32)}] * 4
 RUN = [*LINE, "--epochs", "1", "--no-save"]
@@ -278,6 +280,47 @@ def test_events_come_in_order_and_the_templates_hooks_first(tmp_path: Path) -> N
     ]  # fmt: skip
     assert calls == [["on_train_start"], "start", *itertools.chain(*each), ["on_train_end"], "end"]
     assert set(states_of([one, two])) == {"Kept", "Kept-2"}
+
+
+class Logging(DeepJob):
+    """Logs the loss of each micro batch, and some steps only on one worker."""
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        loss = super().compute_loss(model, batch)
+        self.log({"own": loss, "none": torch.nan})
+        return loss
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if self.is_main:
+            self.log({"step of one": step})
+
+
+def logged(workers: Any, flags: str) -> list[dict[str, Any]]:
+    words = f"--lr 1e-3 --train-iters 6 --micro-batch-size 2 --global-batch-size 8 --eval-interval 1 {flags}".split()
+    with mock.patch.object(Log, "record", autospec=True) as record:
+        Logging(words).fit()
+    return [call.args[1] for call in record.call_args_list if "loss" in call.args[1]]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"])
+def test_numbers_that_hooks_log_are_means_over_micro_batches_and_workers(layout: str) -> None:
+    """Those of all micro batches alone. The one without a target has no loss."""
+    each, alone = (logged(None, f"--log-interval {interval}") for interval in (1, 2))
+    pairs = zip(each[::2], each[1::2], strict=True)
+    assert [line["step of one"] for line in alone] == [(one["step"] + two["step"]) / 2 for one, two in pairs]
+    assert all(np.isnan(line["none"]) and "own" in line for line in each)
+    for interval, lines in ((1, each), (2, alone)):
+        for found in run_in_workers(2, logged, f"--log-interval {interval} {layout}"):
+            for name in ("own", "step of one", "loss"):
+                assert [line[name] for line in found] == pytest.approx([line[name] for line in lines], rel=1e-4), name
+
+
+@pytest.mark.parametrize("values", [{"phase": "warm-up"}, {"lr": 0.5}], ids=["text", "name"])
+def test_numbers_that_cannot_be_logged(values: dict[str, Any], says: Says) -> None:
+    job = type("Job", (Line,), {"on_step_end": lambda self, step, result: self.log(values)})
+    with says(RapidformerError):
+        job(RUN).fit()
 
 
 class Misspelt(Callback):

@@ -96,6 +96,27 @@ def _instance(rank: int, batch: dict[str, torch.Tensor]) -> list[float]:
         return [float(session.step([batch]).loss) for _ in range(3)]
 
 
+def _contrastive(workers: Any) -> list[float]:
+    """Return the losses of rows that are told apart from all others of the global batch."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        rows = model(batch["x"])
+        similar = batch["x"] @ session.gather(rows).repeat(1, 2).T
+        return nn.functional.cross_entropy(similar, torch.arange(len(rows)), reduction="sum"), len(rows)
+
+    with compose(lambda: nn.Linear(6, 3), torch.optim.SGD, loss, lr=0.1, device="cpu") as session:
+        batch = {"x": x.chunk(session.workers.data)[session.workers.data_rank]}
+        return [float(session.step([batch]).loss) for _ in range(3)]
+
+
+@pytest.mark.distributed
+def test_a_loss_sees_the_rows_of_all_workers() -> None:
+    alone = _contrastive(None)
+    assert alone[0] > alone[-1]
+    assert run_in_workers(2, _contrastive) == [pytest.approx(alone, rel=1e-5)] * 2
+
+
 def _refusal(body: Callable[[], Any]) -> str:
     try:
         body()

@@ -99,6 +99,12 @@ def rows_of(microbatch: MicroBatch, batch: Batch, *, answers: bool = False) -> I
         _current_batch.reset(token)
 
 
+def has_samples() -> bool:
+    """Whether a forward computes a micro batch whose samples count."""
+    current = _current_batch.get()
+    return current is not None and not current.is_idle
+
+
 def note_gathered() -> bool:
     """Note that other workers get rows of the current micro batch. Returns whether its samples count."""
     current = _current_batch.get()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
+from statistics import fmean
 
 from rapidformer_templates.data.loader import MicroBatch, on_device, train_requests
 from rapidformer_templates.data.order import Stream
@@ -11,6 +13,7 @@ from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss, RapidformerError, ReplicasDiffer
 from rapidformer_templates.run import step_errors, watch
+from rapidformer_templates.run.folder import MetricsLine
 from rapidformer_templates.run.hooks import checked_schedule, states_of
 from rapidformer_templates.run.inference import Validation
 from rapidformer_templates.run.log import LayerGradNorms, Log, Means
@@ -67,6 +70,8 @@ class Loop:
         self.early_stop_reason: str | None = None
         self._means = Means(run.position.sums)
         self._layer_grad_norms = LayerGradNorms(run.engine) if training.log_layer_grad_norms else None
+        self._hooks_log = True  # whether hooks of any worker may have logged numbers since the last line
+        run.logged = {}
         self._evaluated_step = self._saved_step = -1
         self._stop_if_patience_ended()  # a run that stopped early is complete, but a larger patience continues it
 
@@ -114,8 +119,10 @@ class Loop:
                     save_requests=self.log.needs_save,  # it cannot write metrics, so the run saves while it can
                     stop_calls=run.stop_reason is not None,  # in a hook, after the previous step
                     saving=self.checkpoints is not None and self.checkpoints.is_writing,
+                    logged=bool(run.logged),
                     minutes_due=self.intervals.due_by_clock() if run.workers.is_main else 0,
                 )
+            self._hooks_log |= exchanged["logged"] > 0
             if self.checkpoints and not exchanged["saving"]:
                 self.checkpoints.proceed()
             if exchanged["stop_calls"]:  # the previous step was the last one
@@ -237,9 +244,33 @@ class Loop:
             **self.stragglers.logged_values(),
             "skipped": bool(result.skipped),
         }
+        line |= self._own_values(line)
         if self.intervals.shows(step + 1, self.total):
             self.log.progress.logged(line)
         self.log.record(line)
+
+    def _own_values(self, line: MetricsLine) -> dict[str, float]:
+        """Return the numbers that hooks of all workers have logged since the last line, as means.
+
+        Raises:
+            RapidformerError: the line has a number of this name already.
+        """
+        if not self._hooks_log:
+            return {}
+        own, self.run.logged = self.run.logged or {}, {}
+        for name in own.keys() & line.keys():
+            message = f"log() was given '{name}', which every line of metrics has already"
+            raise RapidformerError(message, where="log(values)", hint="give it another name")
+        finite = {name: [value for value in map(float, values) if math.isfinite(value)] for name, values in own.items()}
+        found: dict[str, list[float]] = {}
+        self.run.workers.clock.enter(phase_clock.EXCHANGE)
+        shares = self.run.workers.gather(finite)
+        self.run.workers.clock.enter(LOGGING)
+        for share in shares:
+            for name, values in share.items():
+                found[name] = found.get(name, []) + values
+        self._hooks_log = bool(found)
+        return {name: fmean(values) if values else math.nan for name, values in found.items()}
 
     def _evaluate(self, validation: Validation) -> dict[str, float]:
         self._raise_pending_errors()

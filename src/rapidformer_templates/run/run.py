@@ -10,22 +10,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypedDict
 
+import torch
 from torch import nn
 
 from rapidformer_templates.data.fingerprints import Fingerprint
 from rapidformer_templates.data.loader import MicroBatch, load, processes_of
 from rapidformer_templates.data.order import BatchRequest, Order
 from rapidformer_templates.data.tasks import Task
-from rapidformer_templates.data.types import Bookmark, Data, Endless, SampleSet
+from rapidformer_templates.data.types import Bookmark, Data, Endless, SampleSet, kind_of
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.current_batch import has_samples
 from rapidformer_templates.engines.recipe import GroupOptions, undecayed
+from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.hooks import Callback, CallbackStates, Hooks, checked_count
+from rapidformer_templates.run.hooks import Callback, CallbackStates, Hooks, checked_count, is_number
 from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.run.step_errors import IndexLimits
-from rapidformer_templates.run.watch import OWN_CODE, HangWatch
+from rapidformer_templates.run.watch import OWN_CODE, STEP, HangWatch
 from rapidformer_templates.system.process_state import MemoryPeak
 from rapidformer_templates.system.workers import Workers
 
@@ -113,6 +116,7 @@ class Run:
         trains: False if the model is only evaluated, so that it needs no optimizer.
         has_values: False if the run is only planned, and tensors have no data.
         stop_reason: the reason that a hook called ``stop`` with, or None.
+        logged: numbers that hooks on this worker have logged for the next line of metrics. None without such lines.
         watch: knows the phase of this worker, and finds workers that make no progress.
         data: the data sets of ``build_data``.
         task: the task whose data they are. None if the user's data have another form.
@@ -138,6 +142,7 @@ class Run:
     trains: bool = True
     has_values: bool = True
     stop_reason: str | None = None
+    logged: dict[str, list[torch.Tensor | float]] | None = None
 
     watch: HangWatch = field(init=False)
     data: Data = field(init=False)
@@ -173,6 +178,21 @@ class Run:
         getattr(self.hooks, event)(*values)
         for callback in self.callbacks:
             getattr(callback, event)(self.hooks, *values)
+
+    def log(self, values: Mapping[str, torch.Tensor | float]) -> None:
+        """Keep numbers for the next line of metrics. The losses of evaluations and trials log nothing.
+
+        Raises:
+            RapidformerError: a value is not a number.
+        """
+        in_loss = self.watch.phase == STEP and has_samples() and self.model.training
+        if self.logged is None or not (in_loss or self.watch.phase == OWN_CODE):
+            return
+        for name, value in values.items():
+            if not is_number(value):
+                hint = "give a number, or a tensor with one element"
+                raise RapidformerError(f"{name} is {kind_of(value)}", where="log(values)", hint=hint)
+            self.logged.setdefault(name, []).append(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def exchange(self, microbatches: Sequence[MicroBatch], **values: float) -> dict[str, float]:
         """Return sums over the ranks by name: of these values, and the ``targets``, ``samples`` and ``tokens``.

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from rapidformer_templates.data.collate import samples_in
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.engines.collectives import gather_rows
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.forwards import evaluating
 from rapidformer_templates.engines.recipe import Schedule
@@ -282,6 +283,10 @@ class Session:
             self._run.watch.enter(OWN_CODE, self.steps)
         if first and step.result is not None:
             self._receipts.check()
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a tensor from all replicas of the model, as :meth:`Trainer.gather` does, in a loss."""
+        return gather_rows(rows, self.workers)
 
     @_in_phase(EVALUATION)
     def evaluate(self, batch: Batch | None) -> Evaluation:
