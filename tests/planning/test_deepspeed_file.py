@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import json
 from collections.abc import Iterator, Mapping
@@ -237,6 +238,21 @@ def test_a_number_in_the_file_is_followed_and_one_stage_has_no_sizes_of_another(
     said = {"stage": 2, "reduce_bucket_size": 5, "allgather_bucket_size": "auto"}
     zero = effective(f"--deepspeed-config {file({'zero_optimization': said})} --hidden-size 4000")["zero_optimization"]
     assert [zero.get(name) for name in SIZES] == [5, 16_000_000, None, None]
+
+
+@pytest.mark.parametrize(
+    ("stage", "device", "more", "overlaps"),
+    [
+        (1, "cuda", {}, True), (2, "cuda", {}, True), (2, "cuda", {"overlap_comm": False}, False),
+        (3, "cuda", {}, None), (2, "cpu", {}, None),
+    ],
+)  # fmt: skip
+def test_gradients_travel_during_the_backward(
+    stage: int, device: str, more: dict[str, Any], overlaps: bool | None, file: Any
+) -> None:
+    config = merge_file(config_of(f"--deepspeed-config {file({'zero_optimization': {'stage': stage, **more}})}"))
+    settings = resolve(config, dataclasses.replace(TWO, device=device)).engine_options.deepspeed
+    assert settings["zero_optimization"].get("overlap_comm") is overlaps
 
 
 @pytest.mark.parametrize(("width", "square"), [(1, 2**18), (512, 2**18), (513, 263_169), (50_000, 50_000_000)])

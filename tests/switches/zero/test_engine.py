@@ -29,6 +29,9 @@ STEPS = f"--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad {C
 ALONE = f"{STEPS} --micro-batch-size 8"
 BF16 = "--mixed-precision bf16"
 ALL_CUT = "--zero-3-memory-optimization --zero-3-param-persistence-threshold 0"
+OVERLAP = '--deepspeed-config {"zero_optimization":{"overlap_comm":true}}'
+"""What an accelerator does without a file."""
+
 LAYOUTS = {
     "zero-1": "--zero-1-memory-optimization --micro-batch-size 2",
     "zero-2": "--zero-2-memory-optimization --micro-batch-size 2",
@@ -38,9 +41,13 @@ LAYOUTS = {
     "zero-3-checkpointed": f"{ALL_CUT} --micro-batch-size 1 --checkpoint-activations",
     "zero-1-offload": "--zero-1-memory-optimization --micro-batch-size 2 --cpu-offload",
     "zero-3-offload": "--zero-3-memory-optimization --micro-batch-size 4 --cpu-offload",
+    "zero-1-overlap": f"--zero-1-memory-optimization --micro-batch-size 2 {OVERLAP}",
+    "zero-2-overlap": f"--zero-2-memory-optimization --micro-batch-size 2 {OVERLAP}",
 }
 CASES = [("causal", layout) for layout in LAYOUTS] + [("frozen", "zero-2"), ("frozen", "zero-3-all-cut")]
 """A causal model with tied embeddings, and a classifier with frozen parameters."""
+
+QUICK = [("causal", "zero-3-all-cut"), ("causal", "zero-2-overlap")]
 
 
 def _flags(layout: str) -> str:
@@ -53,7 +60,7 @@ def _assert_like(expected: Trained, actual: Trained) -> None:
     assert max(norm for _, norm in expected["curve"]) > 2 * CLIP  # so that clipping has an effect
 
 
-@pytest.mark.parametrize(("job", "layout"), by_default([("causal", "zero-3-all-cut")], CASES))
+@pytest.mark.parametrize(("job", "layout"), by_default(QUICK, CASES))
 def test_zero_follows_one_process(job: str, layout: str) -> None:
     """In the matrix of resumes, ZeRO-1 and ZeRO-3 with offload follow one process, too."""
     run = observed(2, job, False, _flags(layout))[0]

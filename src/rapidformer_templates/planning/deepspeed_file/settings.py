@@ -294,6 +294,8 @@ def _zero_stage_settings(request: Request) -> dict[str, Json]:
             "override_module_apply": False,
         }
     section = {"stage": stage, "contiguous_gradients": True, **sizes, **_offloads(request, stage)}
+    if stage < 3 and request.environment.device != "cpu":
+        section["overlap_comm"] = True  # gradients travel during the backward. DeepSpeed does so by itself for ZeRO-3
     return {name: value for name, value in section.items() if stage == 3 or not name.startswith("stage3_")}
 
 

@@ -291,7 +291,8 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         builds_in_shares=plan.builds_in_shares,
         how=how,
         offload=options.offload or "",
-        bucket=zero.get("reduce_bucket_size", LEAST),
+        # One buffer is filled while the other one is sent.
+        bucket=zero.get("reduce_bucket_size", LEAST) * (2 if zero.get("overlap_comm") and zero["stage"] < 3 else 1),
         reshards=options.parameter_sharding.reshard_after_forward,
         reduces_each=options.parameter_sharding.reduce_every_micro_batch,
         sums_early=options.shard_over_data == "gradients",
