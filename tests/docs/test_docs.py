@@ -367,7 +367,7 @@ WORKERS = re.compile(r"--nnodes (\d+).*--nproc-per-node (\d+)")
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a folder with the files that the commands name."""
-    for folder in ("FOLDER", "gpt2", "bert-base-uncased", "Qwen/Qwen2.5-0.5B-Instruct"):
+    for folder in ("FOLDER", "gpt2", "bert-base-uncased"):
         (tmp_path / folder).mkdir(parents=True)
         sizes = {"model_type": "gpt2", "n_layer": 8, "n_head": 8, "n_embd": 64, "architectures": ["GPT2LMHeadModel"]}
         (tmp_path / folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")

@@ -23,7 +23,7 @@ from tests.support.programs import one_thread, run_script
 pytestmark = [pytest.mark.docs, pytest.mark.slow]
 
 NOT_RUN = {
-    r"pip install|hf download|.*Qwen/": "needs the network",
+    r"pip install|hf download": "needs the network",
     r"python3 -m venv|\. \.venv|eval |case ": "prepares the shell of the reader",
     r"make |\.ci/run|\.venv/bin/": "runs the tests themselves",
     r"python -m benchmarks|python scripts/|rapidformer bench": "measures for minutes: tests/benchmarks",
