@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rapidformer_templates.planning.changes import DROP, WITHOUT, Change
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.file import (
     AUTO,
@@ -125,8 +126,11 @@ def _matches(flag: FlagValue, value: object) -> bool:
     return flag.value == value or (flag.field == "optimizer" and "adam" in str(flag.value) and "adam" in str(value))
 
 
-def contradictions(request: Request) -> Iterator[str]:
-    """Yield a message for each value of the file that contradicts the flags, and for flags of another schedule."""
+def contradictions(request: Request) -> Iterator[tuple[str, Change | None]]:
+    """Yield each value of the file that contradicts a flag, and flags of another schedule.
+
+    An item is (message, change that leaves the flag to the file or None).
+    """
     file, config = file_of(request), request.config
     for flag in as_flags(file, config):
         value = config.get(flag.field)
@@ -141,10 +145,12 @@ def contradictions(request: Request) -> Iterator[str]:
             word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
             state = "is not given" if value is None else f"is {word}"
             flags = f"{spelling(field)} {state} ({config.origin(field)})"
-            yield f"{file.name} has {flag.path} = {flag.shown}, {flags}"
+            values = {field: False, flag.field: flag.value} if flag.field in ZERO else {field: flag.value}
+            change = None if value is None else Change(f"{WITHOUT}{spelling(field)}", DROP, values)
+            yield f"{file.name} has {flag.path} = {flag.shown}, {flags}", change
     steps, accumulation = look_up(file.content, "gradient_accumulation_steps"), request.sizes.accumulation
     if steps is not None and steps != accumulation:
-        yield f"{file.name} has gradient_accumulation_steps = {steps}, the batch sizes make {accumulation}"
+        yield f"{file.name} has gradient_accumulation_steps = {steps}, the batch sizes make {accumulation}", None
     if (scheduler := file_schedule(request)) is None:
         return
     used = {DEEPSPEED_FLAGS[name] for name in DEEPSPEED_SCHEDULES[scheduler["type"]]}
@@ -154,7 +160,7 @@ def contradictions(request: Request) -> Iterator[str]:
         origin = config.origins.get(field, file.name)
         if field not in used and not origin.startswith(file.name):
             flags = f"{spelling(field)} ({origin})"
-            yield f"{file.name} has the schedule {scheduler['type']}, with which {flags} would do nothing"
+            yield f"{file.name} has the schedule {scheduler['type']}, with which {flags} would do nothing", None
 
 
 def file_schedule(request: Request) -> FileSchedule | None:

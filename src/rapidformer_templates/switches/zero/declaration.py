@@ -92,8 +92,9 @@ def _agrees(request: Request) -> Iterator[Finding]:
 
     Why: one of two values would be silently ignored.
     """
-    for message in ds_settings.contradictions(request):
-        yield Finding(message, request.asked_for("deepspeed-config"), switches=("deepspeed-config",))
+    for message, change in ds_settings.contradictions(request):
+        changes = (change,) if change else ()
+        yield Finding(message, request.asked_for("deepspeed-config"), ("deepspeed-config",), changes)
 
 
 @FILE_RULES.add(
