@@ -262,10 +262,9 @@ def why_absent(of: Published, name: str, job: Job, *, everything: bool) -> str |
         return f"one copy of the model needs {solution.divides} workers, but there are {job.workers}"
     if job.accumulation < 1 or (job.workers > 1 and job.accumulation * whole != job.global_batch):
         return f"the samples of a step cannot be divided by {whole}"
-    try:
-        deepspeed_parts.build(deepspeed_parts.needed_parts(solution.offload), job.device)
-    except deepspeed_parts.PartError as error:
-        return str(error)
+    for part in deepspeed_parts.needed_parts(solution.offload):
+        if problem := deepspeed_parts.problems(part, job.device):
+            return f"DeepSpeed's {part}: {problem}"
     return None
 
 
@@ -422,6 +421,7 @@ def answer(options: argparse.Namespace) -> Answer:
         jobs = {name: job_of(of, scale, name, device, workers, total, folder) for name in chosen}
         absent = {name: why_absent(of, name, job, everything=options.all) for name, job in jobs.items()}
         jobs = {name: job for name, job in jobs.items() if absent[name] is None}
+        _build_parts(of, jobs, device)
         rows = measure(of, jobs, options, advance) if jobs else []
     exclude_other_losses(rows)
     failed = [row["name"] for row in rows if "absent" in row and row["ours"] and "memory" not in row["absent"]]
@@ -443,6 +443,15 @@ def answer(options: argparse.Namespace) -> Answer:
     columns = _columns(of, sum(p.numel() for p in _parameters(model)))
     shown = table(f"{of.title}: {sizes}, {batch}, {workers} × {device}", rows, columns)
     return Answer(figures, shown, notes(of, rows, reasons, device), speeds if rows else None, int(bool(failed)))
+
+
+def _build_parts(of: Published, jobs: Mapping[str, Job], device: str) -> None:
+    """Build DeepSpeed's compiled parts before anything is measured."""
+    zero = [of.solutions[name].offload for name in jobs if of.solutions[name].package == "deepspeed"]
+    if zero:
+        deepspeed_parts.export(device)
+        needed = {part for offload in zero for part in deepspeed_parts.needed_parts(offload)}
+        deepspeed_parts.build(sorted(needed), device)
 
 
 def _parameters(model: BenchModel) -> Sequence[torch.nn.Parameter]:

@@ -118,9 +118,13 @@ def test_what_is_printed(
 def test_compiled_parts(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     add_package(site, "deepspeed", "", "9.9")
     use_only(monkeypatch, "deepspeed")
+    reasons = {"async_io": "libaio's header or library is missing: apt-get install libaio-dev"}
+    monkeypatch.setattr(deepspeed_parts, "problems", lambda part, device: reasons.get(part))
     found = examined(capsys)
     assert found["cpu_adam"]["state"] == "not built yet"
     assert found["cpu_adam"]["detail"].endswith("or by rapidformer doctor --build cpu_adam")
+    assert found["async_io"]["state"] == "cannot be built"
+    assert found["async_io"]["detail"] == reasons["async_io"]
 
 
 def test_build(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +133,7 @@ def test_build(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(deepspeed_parts, "export", lambda device: None)
     built: list[tuple[list[str], str]] = []
     monkeypatch.setattr(deepspeed_parts, "build", lambda parts, device: built.append((list(parts), device)))
+    monkeypatch.setattr(deepspeed_parts, "problems", lambda part, device: {"async_io": "no libaio"}.get(part))
     assert main(["doctor", "--build"]) == 0
     assert main(["doctor", "--build", "async_io"]) == 0
-    assert built == [(["cpu_adam", "async_io"], "cpu"), (["async_io"], "cpu")]
+    assert built == [(["cpu_adam"], "cpu"), (["async_io"], "cpu")]

@@ -1,15 +1,14 @@
 """Checks of what the machine can test."""
 
-from importlib.util import find_spec
-
 
 def why_no_nvme() -> str | None:
     """Return why NVMe offload is not tested, or None if it is.
 
     No test should build its compiled part, which takes minutes.
     """
-    from rapidformer_templates.switches.zero.compiled_parts import folder, is_built
+    from rapidformer_templates.switches.zero.compiled_parts import folder, is_built, problems
 
-    if find_spec("deepspeed") is None or not is_built("async_io", folder("cpu")):
-        return "DeepSpeed's async_io is not built: rapidformer doctor --build async_io"
+    found = problems("async_io")
+    if found or not is_built("async_io", folder("cpu")):
+        return found or "DeepSpeed's async_io is not built: rapidformer doctor --build async_io"
     return None

@@ -71,11 +71,12 @@ def main(words: Sequence[str]) -> int:
         ConfigError: the command does not accept a word.
         PartError: a part that ``--build`` names cannot be built.
     """
-    options = build_parser().parse_args(words)
+    options, parts = build_parser().parse_args(words), deepspeed_parts.PARTS
     device = "cpu" if environment.detect_gpu() is None else "cuda"
     if options.build is not None:
+        able = [part for part in parts if not deepspeed_parts.problems(part, device)]
         deepspeed_parts.export(device)
-        deepspeed_parts.build(options.build or list(deepspeed_parts.PARTS), device)
+        deepspeed_parts.build(options.build or able or list(parts), device)
     report = examine(device)
     if options.json:
         print(json.dumps(report, indent=2, default=dataclasses.asdict))
@@ -99,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    text = f"first build compiled parts of DeepSpeed: {', '.join(deepspeed_parts.PARTS)} (default: all)"
+    text = f"first build compiled parts of DeepSpeed: {', '.join(deepspeed_parts.PARTS)} (default: all that can be)"
     parser.add_argument("--build", nargs="*", choices=[*deepspeed_parts.PARTS], metavar="PART", help=text)
     return parser
 
@@ -128,6 +129,8 @@ def _package(name: str, probed: Mapping[str, str] | None) -> DoctorFinding:
 
 
 def _part(name: str, device: str) -> DoctorFinding:
+    if reason := deepspeed_parts.problems(name, device):
+        return DoctorFinding(name, "cannot be built", detail=reason)
     if deepspeed_parts.is_built(name, deepspeed_parts.folder(device)):
         return DoctorFinding(name, "built")
     return DoctorFinding(name, "not built yet", detail=f"built at first use, or by rapidformer doctor --build {name}")

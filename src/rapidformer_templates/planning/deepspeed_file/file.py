@@ -204,8 +204,6 @@ def unknown_keys(file: DeepSpeedFile) -> Iterator[Problem]:
     table = key_table()
     yield from unknown_in(file.content, "", dict.fromkeys(table.top, ""), deep=False)
     yield from unknown_in(section_at(file.content, "optimizer"), "optimizer.", dict.fromkeys(table.of_optimizer, ""))
-    of_scheduler = {"scheduler.type": "", "scheduler.params": ""}
-    yield from unknown_in(section_at(file.content, "scheduler"), "scheduler.", of_scheduler, deep=False)
     for path in SECTIONS:
         value = look_up(file.content, path)
         if value is not None and not isinstance(value, Mapping):

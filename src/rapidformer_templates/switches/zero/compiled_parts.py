@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -137,9 +138,39 @@ def find_ninja() -> str | None:
     return shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
 
 
+def problems(part: str, device: str = "cpu") -> str | None:
+    """Return why a part cannot be built here and what to do about it, or None. Takes at most 0.1 s."""
+    compiler = shlex.split(os.environ.get("CXX") or "c++")[0]  # as torch chooses it
+    if importlib.util.find_spec("deepspeed") is None:
+        return f"deepspeed is not installed: {INSTALL}"
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler ({compiler}) on PATH: apt-get install g++"
+    if find_ninja() is None:
+        return "no ninja on PATH: pip install ninja"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "Python's C headers (Python.h) are missing: apt-get install python3-dev"
+    if part == "async_io":
+        # A program that uses libaio must link, with the search paths of the compiler.
+        program = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }\n"
+        command = [compiler, "-x", "c++", "-", "-laio", "-o", os.devnull]
+        if subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode:
+            return "libaio's header or library is missing: apt-get install libaio-dev"
+        toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+        if device == "cuda" and not (shutil.which("nvcc") or Path(toolkit, "bin", "nvcc").exists()):
+            return "the CUDA toolkit (nvcc) is missing: install it in the version of torch's CUDA, and set CUDA_HOME"
+    return None
+
+
 def is_built(part: str, root: Path) -> bool:
-    """Return whether a part was built and loaded."""
-    return (root / f"{part}.built").exists()
+    """Return whether a part was built and loaded, and nothing has changed since for which ninja would compile again."""
+    specs = [importlib.util.find_spec(name) for name in ("deepspeed", "torch")]
+    libraries = [library for name in PARTS[part][1] for library in (root / name).glob("*.so")]
+    sources = [*(spec.origin for spec in specs if spec), find_ninja(), *libraries]
+    try:
+        built = (root / f"{part}.built").stat().st_mtime_ns
+        return bool(libraries) and all(os.stat(source).st_mtime_ns <= built for source in sources if source)
+    except OSError:
+        return False
 
 
 def say_once(line: str) -> None:
@@ -149,7 +180,7 @@ def say_once(line: str) -> None:
 
 
 def build(parts: Sequence[str], device: str, say: Callable[[str], None] = say_once) -> None:
-    """Build the missing ones of these parts for a kind of device. ``say`` prints progress for the user.
+    """Build the missing ones of these parts for ``cpu`` or ``cuda``. ``say`` prints progress for the user.
 
     Several processes on one machine may call this at the same time. One builds, and the others wait for it.
 
@@ -159,7 +190,11 @@ def build(parts: Sequence[str], device: str, say: Callable[[str], None] = say_on
     if not parts:
         return
     root = folder(device)
-    if all(is_built(part, root) for part in parts) and not [*root.glob("*/lock")]:
+    missing = [part for part in parts if not is_built(part, root)]
+    for part in missing:
+        if reason := problems(part, device):
+            raise PartError(f"DeepSpeed's {part} cannot be built here: {reason}")
+    if not missing and not [*root.glob("*/lock")]:
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -169,8 +204,8 @@ def build(parts: Sequence[str], device: str, say: Callable[[str], None] = say_on
             except BlockingIOError:
                 say("another process is building DeepSpeed's parts; waiting for it")
                 fcntl.flock(file, fcntl.LOCK_EX)
-            for part in parts:
-                if not is_built(part, root):
+            for part in missing:
+                if not is_built(part, root):  # another process may have built it while this one waited
                     _build_one(part, device, root, file.fileno(), say)
             for lock in root.glob("*/lock"):
                 _clear(lock, say)
@@ -200,7 +235,7 @@ def _build_one(part: str, device: str, root: Path, descriptor: int, say: Callabl
         return say(f"built DeepSpeed's {part} in {time.monotonic() - started:.0f} s")
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-12:]
     how = f"was killed by {signal.Signals(-child.returncode).name}" if child.returncode < 0 else "failed"
-    hint = "it needs g++, ninja and python3-dev, async_io also libaio-dev; MAX_JOBS=1 needs less memory"
+    hint = "the file holds all of it; if memory was short: MAX_JOBS=1 runs one compiler at a time"
     shown = "".join(f"\n    {line.rstrip()[:160]}" for line in lines)
     raise PartError(f"the build of DeepSpeed's {part} {how}{shown and ':'}{shown}", where=str(log), hint=hint)
 
