@@ -1,4 +1,4 @@
-"""Transform that compiles each block of a model separately, and the receipt of what the compiler did."""
+"""Transform that compiles each block of a model and the loss, and the receipt of what the compiler did."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import nn
+from torch._C import _len_torch_function_stack
 from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
+from transformers import PreTrainedModel
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.contract import Engine, Receipt
@@ -29,9 +31,12 @@ EVALUATION = 4
 AUTOMATIC = 4 + EVALUATION
 """Graphs per kind of block if shapes are not known in advance: as many again for training."""
 
+LOSSES_OVER_WORDS = ("ForCausalLM", "ForMaskedLM")
+"""transformers' names of the losses that one number per word of the vocabulary goes into."""
+
 
 def compile_blocks(assembly: Assembly, building: Building[TorchCompileFlags]) -> None:
-    """Compile the ``forward`` of each block with the backend of ``--torch-compile``.
+    """Compile the ``forward`` of each block, and the loss over words, with the backend of ``--torch-compile``.
 
     It is replaced on the instance: parameters keep their names, and the hooks of a sharding engine
     stay outside of the graphs. Graphs belong to the code of a ``forward``, not to a module, so
@@ -71,6 +76,8 @@ def compile_blocks(assembly: Assembly, building: Building[TorchCompileFlags]) ->
             if module is not part and forward is not None and not isinstance(forward, (MethodType, FunctionType)):
                 module.forward = forward.__call__
         owner.forward = Compiled(owner.forward, backend, static=shapes > 0, layers=layers)
+    if isinstance(model, PreTrainedModel) and assembly.blocks and model.loss_type in LOSSES_OVER_WORDS:
+        model.loss_function = CompiledLoss(model.loss_function, backend, static=shapes > 0)
     assembly.is_compiled = True
     assembly.record(CompileRecords(backend, regions=len(parts), limit=limit))
 
@@ -122,6 +129,22 @@ def _owner(part: nn.Module, *, breaks: bool) -> Any:
     while hasattr(owner.forward, "forward"):
         owner = owner.forward
     return owner
+
+
+class CompiledLoss:
+    """A cross-entropy over words whose graph never stores the logits in fp32. ``forward`` is the original.
+
+    The original also computes the loss of an evaluation, and of logits that are divided or never computed. Code that
+    watches the functions of a forward, such as the one that smooths labels, must see it.
+    """
+
+    def __init__(self, forward: Callable[..., torch.Tensor], backend: str, *, static: bool) -> None:
+        self.forward = forward
+        self._compiled = torch.compile(forward, backend=backend, dynamic=False if static else None)
+
+    def __call__(self, logits: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        is_plain = type(logits) is torch.Tensor and torch.is_grad_enabled() and not _len_torch_function_stack()
+        return (self._compiled if is_plain else self.forward)(logits, *args, **kwargs)
 
 
 class Compiled:
