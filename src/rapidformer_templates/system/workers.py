@@ -6,7 +6,7 @@ import os
 import resource
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -211,6 +211,23 @@ class Workers:
     def open_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Divide all workers into groups along the dimensions of ``shape``. Call it on every worker."""
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    def open_groups(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Open process groups that have no worker in common. Call it on every worker.
+
+        Args:
+            groups: the ranks of each group.
+
+        Returns:
+            The group of this worker. None if it is in none of them.
+        """
+        members = {rank for group in groups for rank in group}
+        if self.device.type not in OPENED_AT_ONCE:
+            return dist.new_subgroups_by_enumeration([list(group) for group in groups])[0]
+        # One call for all of them. Torch names a group after the number of groups of a worker, so all open one.
+        alone = [[rank] for rank in range(self.world) if rank not in members]
+        own = dist.split_group(split_ranks=[*map(list, groups), *alone])
+        return own if self.rank in members else None
 
 
 @contextmanager

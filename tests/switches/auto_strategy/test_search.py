@@ -44,6 +44,7 @@ from rapidformer_templates.switches.auto_strategy.timing import GB, KERNEL_SECON
 from rapidformer_templates.switches.auto_strategy.trace import Phase, Product, Trace
 from rapidformer_templates.switches.auto_strategy.tracing import in_forks
 from tests.support.messages import Says
+from tests.support.pipeline_time import of_all, of_link, step_seconds
 from tests.support.plans import planned
 from tests.support.selection import by_default
 
@@ -398,6 +399,27 @@ def test_stages_wait_for_the_slowest() -> None:
     assert equal.products == pytest.approx(4 * 6 * 0.01, rel=0.01)
     assert balanced.products == pytest.approx(4 * 5 * 0.01, rel=0.01)
     assert equal.bubble == pytest.approx(5 * 0.01, rel=0.01)  # the mean of both
+
+
+@pytest.mark.parametrize("transfer", [0.05, 0.2])
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+@pytest.mark.parametrize("pipeline", [4, 8])
+def test_a_pipeline_takes_at_least_its_simulated_seconds(pipeline: int, virtual: int, transfer: float) -> None:
+    """A step is at most a fifth shorter than predicted. Links that shared a group would make it longer."""
+    hardware = gpu("bf16", 100.0, 50.0, 0)
+    stages, microbatches = pipeline * virtual, 32
+    second = Product(1, 1, 1, 1, 2, 0, 10**14 // virtual)  # of a worker's forward
+    phases = (
+        Phase(kind, ("", 0), peak_beside_earlier=0, end=0, products=(replace(second, times=times * stages),))
+        for kind, times in (("forward", 1), ("backward", 2))
+    )
+    sent = int(transfer * hardware.intra_node * 1e9)
+    facts = CommunicationSizes(parameters=1, blocks=stages, hidden=sent // 2, tokens=1)
+    layout = Layout(pipeline=pipeline, accumulation=microbatches, virtual=virtual)
+    predicted = predict_seconds(layout, MemoryOptions("bf16"), Trace(tuple(phases)), facts, hardware, pipeline).total
+    simulated = {of: step_seconds(pipeline, virtual, microbatches, transfer, of) for of in (of_link, of_all)}
+    assert simulated[of_link] <= predicted * 1.001 <= 1.2 * simulated[of_link]
+    assert simulated[of_all] > (1.04 if virtual > 1 else 1.0) * simulated[of_link]
 
 
 OFFLOADING = f"{TINY} --auto-strategy --device cuda --micro-batch-size 32 --no-checkpoint-activations"

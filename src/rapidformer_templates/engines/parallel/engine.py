@@ -154,16 +154,12 @@ class ParallelEngine(SingleEngine):
 
 
 def open_groups_of_stages(assembly: Assembly, workers: Workers) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Create a process group for each set of stages that hold copies of a parameter.
-
-    Every worker creates all groups in the same order, because torch numbers groups in order of creation.
-    """
+    """Create a process group for each set of stages that hold copies of a parameter."""
     groups, line = {}, workers.copies * workers.tensor
     for stages in sorted(set(assembly.placement.stages.values())):
-        for first in range(line):
-            group = dist.new_group([stage * line + first for stage in stages])
-            if first == workers.rank % line and workers.pipeline_rank in stages:
-                groups[stages] = group
+        group = workers.open_groups([[stage * line + first for stage in stages] for first in range(line)])
+        if group is not None:
+            groups[stages] = group
     return groups
 
 

@@ -13,7 +13,6 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -58,7 +57,7 @@ def divide_context(assembly: Assembly, building: Building[object]) -> None:
     trial = DivisionTrial(part, called, blocks, workers) if building.has_values else None
     span = workers.context * workers.tensor  # neighbours with the same tensor rank share sequences
     firsts = [block + tensor for block in range(0, workers.world, span) for tensor in range(workers.tensor)]
-    group, _ = dist.new_subgroups_by_enumeration([[*range(first, first + span, workers.tensor)] for first in firsts])
+    group = workers.open_groups([range(first, first + span, workers.tensor) for first in firsts])
     assert group is not None
     peers = Peers(group, workers.context, workers.context_rank)
     streams = Streams(peers.rank, active=draws_random_numbers(model))

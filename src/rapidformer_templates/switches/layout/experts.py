@@ -51,7 +51,8 @@ def divide_experts(assembly: Assembly, building: Building[object]) -> None:
     mesh = workers.open_mesh(shape, ("pipeline", COPIES, "experts", "tensor"))
     ranks = np.moveaxis(np.arange(workers.world).reshape(shape), 2, -1).reshape(-1, over)
     # A separate process group, because the gradients of the rest are reduced at the same time.
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    group = workers.open_groups(ranks.tolist())
+    assert group is not None
     share, dispatcher = dist.get_rank(group), TokenDispatcher(group)
     for stack in stacks:
         for name, parameter in list(stack.named_parameters()):

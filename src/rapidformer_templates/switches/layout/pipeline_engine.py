@@ -51,20 +51,22 @@ class Links:
     Both ends of a link process the same micro batches. So they exchange the shape and type of a hidden state only if
     the shapes of a batch are new to the link.
 
+    Each link has a process group for each direction. NCCL runs the transfers of a group one after the other, and in a
+    group of all stages they would wait for transfers of other links (``tests/support/pipeline_time.py``).
+
     A tensor must be kept alive until it has arrived, and not every backend reports that. So a new transfer first waits
     for an earlier one in the same direction. By then, the neighbor has received that one, except for the first and last
     transfers of a step (``tests/…/test_stages.py`` simulates this).
 
     Args:
         workers: this process and its peers.
-        leaving: maximum number of pending transfers in each direction.
+        parts: number of stages on each worker.
     """
 
-    def __init__(self, workers: Workers, leaving: int) -> None:
-        assert workers.mesh is not None
+    def __init__(self, workers: Workers, parts: int) -> None:
         self.workers = workers
-        self.leaving = leaving
-        self.group = workers.mesh.get_group("pipeline")
+        self.leaving = LEAVING * parts  # maximum number of pending transfers in each direction
+        self._groups = _open_links(workers, is_ring=parts > 1)
         self._known: dict[tuple[int, Hashable], tuple[torch.dtype, tuple[int, ...]]] = {}
         self._on_their_way: dict[int, deque[PendingRecv]] = {1: deque(), -1: deque()}
 
@@ -77,11 +79,17 @@ class Links:
         before = self._on_their_way[direction]
         if len(before) == self.leaving:
             before.popleft().unpack()
-        to = self._rank_of(stage + direction)
-        before.append(PendingRecv(tensor, dist.isend(tensor, dst=to, group=self.group)))
+        to, group = self._rank_of(stage + direction), self._group(min(stage, stage + direction), direction)
+        before.append(PendingRecv(tensor, dist.isend(tensor, dst=to, group=group)))
 
-    def _receive(self, tensor: torch.Tensor, stage: int) -> PendingRecv:
-        return PendingRecv(tensor, dist.irecv(tensor, src=self._rank_of(stage), group=self.group))
+    def _receive(self, tensor: torch.Tensor, stage: int, direction: int) -> PendingRecv:
+        source = stage - direction
+        group = self._group(min(stage, source), direction)
+        return PendingRecv(tensor, dist.irecv(tensor, src=self._rank_of(source), group=group))
+
+    def _group(self, stage: int, direction: int) -> dist.ProcessGroup:
+        """Return the group of the transfers between a stage and the next one."""
+        return self._groups[stage % self.workers.pipeline, direction]
 
     def send_forward(self, stage: int, key: Hashable, hidden: torch.Tensor) -> None:
         """Send the output of ``stage`` to the next stage.
@@ -111,12 +119,12 @@ class Links:
         """Receive the hidden state that ``stage`` needs as its input."""
         if (stage - 1, key) not in self._known:
             self._known[stage - 1, key] = self.receive_form(stage)
-        return self._receive(self._empty(stage - 1, key), stage - 1)
+        return self._receive(self._empty(stage - 1, key), stage, 1)
 
     def receive_form(self, stage: int) -> tuple[torch.dtype, tuple[int, ...]]:
         """Receive the type and the shape of the hidden state that ``stage`` gets next."""
         header = torch.empty(HEADER, dtype=torch.int64, device=self.workers.device)
-        kind, ndim, *lengths = self._receive(header, stage - 1).unpack().tolist()
+        kind, ndim, *lengths = self._receive(header, stage, 1).unpack().tolist()
         return DTYPES[kind], tuple(lengths[:ndim])
 
     def send_backward(self, stage: int, gradient: torch.Tensor) -> None:
@@ -125,7 +133,7 @@ class Links:
 
     def receive_backward(self, stage: int, key: Hashable) -> PendingRecv:
         """Receive the gradient of the output of ``stage`` for a batch of these shapes."""
-        return self._receive(self._empty(stage, key), stage + 1)
+        return self._receive(self._empty(stage, key), stage, -1)
 
     def _empty(self, stage: int, key: Hashable) -> torch.Tensor:
         """Allocate memory for the output of ``stage``, or for its gradient."""
@@ -137,6 +145,26 @@ class Links:
         for before in self._on_their_way.values():
             while before:
                 before.popleft().unpack()
+
+
+def _open_links(workers: Workers, *, is_ring: bool) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Open a group for each link and direction, and return those of this worker by (first worker of a link, direction).
+
+    Args:
+        is_ring: whether the last worker sends to the first one, too.
+    """
+    count, line = workers.pipeline, workers.copies * workers.tensor
+    links = [(first, (first + 1) % count) for first in range(count if is_ring else count - 1)]
+    odd_ring = [links.pop()] if is_ring and count % 2 else []
+    groups = {}
+    for direction in (1, -1):
+        for apart in filter(None, (links[::2], links[1::2], odd_ring)):  # without common workers
+            ranks = [[first * line + i, second * line + i] for first, second in apart for i in range(line)]
+            group = workers.open_groups(ranks)
+            own = (first for first, second in apart if workers.pipeline_rank in (first, second))
+            if group is not None:
+                groups[next(own), direction] = group
+    return groups
 
 
 class RunsStages(SingleEngine):
@@ -159,7 +187,7 @@ class RunsStages(SingleEngine):
         assert parts is not None, "the pipeline switch cuts the model"
         self.parts = len(parts)
         self.stage_runner = StageRunner(self.assembly, begins=workers.pipeline_rank == 0, ends=workers.ends_pipeline)
-        self.links = Links(workers, leaving=LEAVING * self.parts)
+        self.links = Links(workers, self.parts)
         # Without recomputation of every block, the graphs of a step keep autocast's copies of weights.
         self.keeps_casts = any(checkpointed_forward(block) is None for block in self.assembly.blocks.values())
 
