@@ -16,6 +16,7 @@ from torch import nn
 from torch._C import _len_torch_function_stack
 from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.contract import Engine, Receipt
@@ -30,9 +31,6 @@ EVALUATION = 4
 """Graphs per kind of block without gradients: one shape, any shape, and both of these with a single row."""
 AUTOMATIC = 4 + EVALUATION
 """Graphs per kind of block if shapes are not known in advance: as many again for training."""
-
-LOSSES_OVER_WORDS = ("ForCausalLM", "ForMaskedLM")
-"""transformers' names of the losses that one number per word of the vocabulary goes into."""
 
 
 def compile_blocks(assembly: Assembly, building: Building[TorchCompileFlags]) -> None:
@@ -76,8 +74,10 @@ def compile_blocks(assembly: Assembly, building: Building[TorchCompileFlags]) ->
             if module is not part and forward is not None and not isinstance(forward, (MethodType, FunctionType)):
                 module.forward = forward.__call__
         owner.forward = Compiled(owner.forward, backend, static=shapes > 0, layers=layers)
-    if isinstance(model, PreTrainedModel) and assembly.blocks and model.loss_type in LOSSES_OVER_WORDS:
-        model.loss_function = CompiledLoss(model.loss_function, backend, static=shapes > 0)
+    if isinstance(model, PreTrainedModel) and assembly.blocks and model.get_output_embeddings() is not None:
+        loss = model.loss_function
+        if loss in (ForCausalLMLoss, ForMaskedLMLoss):
+            model.loss_function = CompiledLoss(loss, backend, static=shapes > 0)
     assembly.is_compiled = True
     assembly.record(CompileRecords(backend, regions=len(parts), limit=limit))
 
