@@ -123,8 +123,11 @@ LINES = {
         main=0.002,
     ),
     "gradients on the host are waited for": Line(
+        "engines.optimizer_state", "event.synchronize()", run="offloaded state", side=0.01
+    ),
+    "gradients are computed before they go to the host": Line(
         "engines.optimizer_state",
-        "torch.accelerator.synchronize()  # the copies to the host are asynchronous",
+        "self._side.wait_stream(torch.accelerator.current_stream(self._side.device))",
         run="offloaded state",
         main=0.002,
     ),

@@ -5,6 +5,7 @@ GPU does.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from rapidformer_templates.engines import optimizer_state
 from rapidformer_templates.engines.optimizer_state import HostOptimizer
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.planning.plan import EngineOptions
@@ -26,9 +28,12 @@ from tests.support.worker_pool import run_in_workers
 STEPS = "--train-iters 4 --global-batch-size 8 --micro-batch-size 4 --clip-grad 0.1 --weight-decay 0.1"
 
 
-def _elsewhere() -> Any:
-    """Make the engine treat the CPU as a device with separate memory."""
-    return mock.patch("rapidformer_templates.engines.local.is_in_host_memory", return_value=False)
+@contextmanager
+def _elsewhere() -> Iterator[None]:
+    """Make the engine treat the CPU as a device with separate memory, with several chunks for a tiny model."""
+    small = mock.patch.object(optimizer_state, "CHUNK_ELEMENTS", 500)
+    with small, mock.patch("rapidformer_templates.engines.local.is_in_host_memory", return_value=False):
+        yield
 
 
 @pytest.fixture
@@ -53,6 +58,7 @@ def test_run_is_bitwise_the_one_without(job: str, optimizer: str) -> None:
         actual = train(job, False, f"{flags} --cpu-offload")
     assert stepped.call_count == 4
     assert_follows(actual, expected, 0, 0)
+    assert len(stepped.call_args.args[0]._chunks) > 2
     held, whole = (r["summary"]["receipts"]["optimizer_state_bytes"] for r in (actual, expected))
     assert held == whole
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,9 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rapidformer_templates.engines.parallel.buckets import update_chunks
 from rapidformer_templates.engines.recipe import Differing, OptimizerSpec
 from rapidformer_templates.engines.shards import Shard, StateReader, as_dtensor, local_part, whole_shard
 from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.planning.optimizers import updates_in_chunks
+from rapidformer_templates.system import accelerator
 
 PREFIX = "group."
 COUNT = "step"
@@ -222,11 +226,16 @@ def is_in_host_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+CHUNK_ELEMENTS = 2**25
+"""Elements that are updated at a time on the host: 128 MB in fp32."""
+
+
 class HostOptimizer(Optimizer):
     """Updates copies of the parameters in host memory, where all of its state is.
 
-    A step copies the gradients to the host, updates there and copies the new weights back. Copies have the type of
-    their parameters, so that an update is the same as on the device. For other code this is an optimizer of the
+    A step copies the gradients to the host, updates there and copies the new weights back. If the optimizer allows it,
+    this is done in chunks: while one is updated, the next gradients and the last weights are copied. Copies have the
+    type of their parameters, so that an update is the same as on the device. For other code this is an optimizer of the
     device's parameters: its groups and state refer to them.
 
     Host memory per trained parameter: its weight, its gradient and the optimizer state, 16 bytes for AdamW in fp32.
@@ -248,31 +257,49 @@ class HostOptimizer(Optimizer):
         of_copy = {copy: parameter for parameter, copy in self._copies.items()}
         groups = [{**group, "params": [of_copy[c] for c in group["params"]]} for group in self.inner.param_groups]
         super().__init__(groups, self.inner.defaults)
+        ordered = [parameter for group in self.param_groups for parameter in group["params"]]
+        kind = type(self.inner)
+        in_chunks = updates_in_chunks(f"{kind.__module__}.{kind.__qualname__}")
+        sizes = [parameter.numel() for parameter in ordered]
+        places = update_chunks(sizes, CHUNK_ELEMENTS) if in_chunks else [range(len(ordered))]
+        self._chunks = [[ordered[place] for place in of_chunk] for of_chunk in places]
+        device = ordered[0].device
+        self._side = None if is_in_host_memory(device) else accelerator.side_stream(device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
         assert closure is None, "engines do not call a closure"
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter in parameters:
-            copy = self._copies[parameter]
-            if self._versions.get(parameter) != parameter._version:  # something else has changed it: a checkpoint
-                copy.copy_(parameter, non_blocking=True)
-            copy.grad = None
-            if parameter.grad is not None:
-                copy.grad = self._gradients[parameter]
-                copy.grad.copy_(parameter.grad, non_blocking=True)
-        if not is_in_host_memory(parameters[0].device):
-            torch.accelerator.synchronize()  # the copies to the host are asynchronous
         for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
             inner.update(_options(group))
-        self.inner.step()
-        self._expose_state()
-        for parameter in parameters:
-            if parameter.grad is not None:
+        if self._side is not None:
+            self._side.wait_stream(torch.accelerator.current_stream(self._side.device))
+        copied = [self._copy_to_host(parameters) for parameters in self._chunks]
+        for parameters, event in zip(self._chunks, copied, strict=True):
+            if event is not None:
+                event.synchronize()
+            with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+            for parameter in with_gradient:
+                self._copies[parameter].grad = self._gradients[parameter]
+            if with_gradient:
+                self.inner.step()
+            for parameter in with_gradient:
                 # The next step writes to the copy only after it has waited for the device.
                 parameter.copy_(self._copies[parameter], non_blocking=True)
-            self._versions[parameter] = parameter._version
+                self._copies[parameter].grad = None
+            self._versions.update((parameter, parameter._version) for parameter in parameters)
+        self._expose_state()
+
+    def _copy_to_host(self, parameters: Sequence[nn.Parameter]) -> torch.Event | None:
+        """Begin to copy gradients, and weights that were changed. Return when that ends, or None if it has ended."""
+        with self._side or nullcontext():
+            for parameter in parameters:
+                if self._versions.get(parameter) != parameter._version:  # something else has changed it: a checkpoint
+                    self._copies[parameter].copy_(parameter, non_blocking=True)
+                if parameter.grad is not None:
+                    self._gradients[parameter].copy_(parameter.grad, non_blocking=True)
+            device = parameters[0].device
+            return None if is_in_host_memory(device) else accelerator.recorded_event(device, self._side)
 
     def _expose_state(self) -> None:
         """Make the state in host memory accessible under the device's parameters."""
