@@ -143,6 +143,9 @@ LINES = {
     "summed gradients are waited for": Line(  # those of each micro batch, which are added to the earlier ones
         "engines.parallel.replicas", "work.wait()", run="context, all to all × zero-2", side=0.01
     ),
+    "updated weights are waited for": Line(
+        "engines.parallel.replicas", "gathering.wait()", run="context, all to all × zero-2", side=0.01
+    ),
     "hidden states of other stages are waited for": Line(
         "switches.layout.pipeline_engine", "self.work.wait()", run="pipeline", side=0.01
     ),

@@ -406,23 +406,34 @@ class ShardedGradients:
 
     @torch.no_grad()
     def all_gather_parameters(self) -> None:
-        """Send this rank's updates to all replicas."""
+        """Send this rank's updates to all replicas. While a bucket arrives, others are packed and unpacked."""
         for unit in self._unsharded.values():
             if unit.of.compute_dtype:
                 unit.of.local.copy_(unit.values)
-        for bucket, runs in self._runs.items():
-            flat = share = self.trained[bucket.segments[0].parameter].local.new_zeros(bucket.share)
-            for unit, offset in runs:
-                share[offset : offset + unit.values.numel()] = unit.values.detach().view(-1)
-            group = self._keys[bucket].copies.group
-            if bucket.owner is not None:
-                dist.broadcast(share, group=group, group_src=bucket.owner)
-            else:
-                flat = share.new_empty(bucket.packed)
-                all_gather(flat, share, group=group)
-            for (index, start, count), offset in bucket.with_offsets():
-                self.trained[index].local.view(-1)[start : start + count] = flat[offset : offset + count]
+        arriving: deque[tuple[Bucket, torch.Tensor, dist.Work]] = deque()
+        for bucket in self._runs:
+            arriving.append((bucket, *self._gather(bucket)))
+            if len(arriving) > 1:
+                self._unpack_gathered(*arriving.popleft())
+        while arriving:
+            self._unpack_gathered(*arriving.popleft())
         self._synced_versions = self._versions()
+
+    def _gather(self, bucket: Bucket) -> tuple[torch.Tensor, dist.Work]:
+        """Start to gather the updated parameters of a bucket. Return where they arrive, and the handle."""
+        share = self.trained[bucket.segments[0].parameter].local.new_zeros(bucket.share)
+        for unit, offset in self._runs[bucket]:
+            share[offset : offset + unit.values.numel()] = unit.values.detach().view(-1)
+        group = self._keys[bucket].copies.group
+        if bucket.owner is not None:
+            return share, dist.broadcast(share, group=group, group_src=bucket.owner, async_op=True)
+        flat = share.new_empty(bucket.packed)
+        return flat, all_gather(flat, share, group=group, async_op=True)
+
+    def _unpack_gathered(self, bucket: Bucket, flat: torch.Tensor, gathering: dist.Work) -> None:
+        gathering.wait()
+        for (index, start, count), offset in bucket.with_offsets():
+            self.trained[index].local.view(-1)[start : start + count] = flat[offset : offset + count]
 
     def drop(self) -> None:
         """Free the gradients, including those that an error has left pending."""
