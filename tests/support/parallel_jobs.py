@@ -68,11 +68,14 @@ class Frozen(JOBS["bert-8-tied"]):  # type: ignore[misc]
 
 
 class Unreached(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
-    """Has parameters that no loss reaches."""
+    """Has parameters that no loss reaches.
+
+    Each stage of a pipeline has them: the first one after the embedding, the last one before the tied head.
+    """
 
     def make(self) -> torch.nn.Module:
         model = super().make()
-        model.spare = torch.nn.Linear(4, 4)
+        model.transformer.spare = torch.nn.Linear(4, 4)
         return model
 
 

@@ -30,7 +30,7 @@ DISTRIBUTED, CHECKPOINTED = "--use-distributed-optimizer", "--checkpoint-activat
 FOUR = {
     "pp4-uneven": ("gpt2-8-tied", True, f"--micro-batch-size 2 {PIPELINE} 4 --pipeline-stages 1,3,2,2"),
     "pp4-few-micro-batches": ("bert-8-untied", True, f"--micro-batch-size 4 {PIPELINE} 4 {CHECKPOINTED}"),
-    "pp2-dp2-zero-2": ("gpt2-4-tied", True, f"--micro-batch-size 1 {PIPELINE} 2 {ZERO_2}"),
+    "pp2-dp2-zero-2": ("unreached-4", True, f"--micro-batch-size 1 {PIPELINE} 2 {ZERO_2}"),
     "pp2-dp2-interleaved-zero-1": ("neox-8-untied", True, f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {ZERO_1}"),
     "tp2-pp2": ("llama-4-tied", False, f"--micro-batch-size 4 {TENSOR} 2 {PIPELINE} 2 --sequence-parallel"),
     "tp2-dp2-zero-2": ("bert-4-untied", True, f"--micro-batch-size 2 {TENSOR} 2 {ZERO_2}"),
@@ -45,7 +45,7 @@ FOUR = {
         f"--micro-batch-size 2 {TENSOR} 2 {SHARDS} --no-fsdp-reduce-every-micro-batch",
     ),
     "dp4-shards-in-groups": ("gpt2-4-tied", True, f"--micro-batch-size 2 {SHARDS} --fsdp-shard-size 2"),
-    "pp2-dp2-shards": ("gpt2-4-tied", True, f"--micro-batch-size 1 {PIPELINE} 2 {SHARDS} --fsdp-reshard-after-forward"),
+    "pp2-dp2-shards": ("unreached-4", True, f"--micro-batch-size 1 {PIPELINE} 2 {SHARDS} --fsdp-reshard-after-forward"),
     "pp2-dp2-shards-interleaved": ("neox-8-untied", True, f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {SHARDS}"),
     "pp2-dp2-shards-once": (
         "gpt2-8-tied",

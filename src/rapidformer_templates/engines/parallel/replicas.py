@@ -353,7 +353,9 @@ class ShardedGradients:
         if self.replicas > 1:
             dist.all_reduce(flags, group=self.group)
         for stages, group in self.tied.items():
+            # The stages may have them in another order: a tied head stands at the end, its embedding at the beginning.
             offsets = [index for index, entry in enumerate(self.trained) if entry.stages == stages]
+            offsets.sort(key=lambda index: self.trained[index].name)
             part = flags[offsets]
             dist.all_reduce(part, group=group)
             flags[offsets] = part

@@ -45,7 +45,13 @@ class PipelineFSDPEngine(RunsStages, FSDPEngine):
         send_from_first_stage(self.assembly, self._tied)
         stages, whole_name = self.assembly.placement.stages, self.assembly.placement.whole_name
         names = {id(p): whole_name(canonical_name(name)) for name, p in model.named_parameters()}
-        self._stages_of = [stages.get(names[id(p)], ()) for p in self._parameters]
+        # The stages may have their parameters in another order: a tied head stands at the end, its embedding at the
+        # beginning.
+        by_name = sorted(range(len(self._parameters)), key=lambda index: names[id(self._parameters[index])])
+        self._copied = {
+            held: [index for index in by_name if stages.get(names[id(self._parameters[index])]) == held]
+            for held in self._tied
+        }
         parts = self.assembly.placement.parts or ()
         part_of = {block: part for part, blocks in enumerate(parts) for block in blocks.values()}
         self._in_forward = True
@@ -77,7 +83,7 @@ class PipelineFSDPEngine(RunsStages, FSDPEngine):
         dist.all_reduce(flags, group=self.workers.copies_group)
         super()._reduce()
         for stages, group in self._tied.items():
-            indices = [index for index, of in enumerate(self._stages_of) if of == stages]
+            indices = self._copied[stages]
             uses = flags[indices]
             dist.all_reduce(uses, group=group)
             flags[indices] = uses
