@@ -104,17 +104,6 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return longest
 
 
-def separate_ends(model: nn.Module) -> list[nn.Module]:
-    """Return the embedding and the last layer of a model that names both. Empty if they or others share a parameter."""
-    try:
-        ends = [getattr(model, name)() for name in ("get_input_embeddings", "get_output_embeddings")]
-    except (AttributeError, NotImplementedError):  # transformers raises the latter for a model without words
-        return []
-    owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
-    is_apart = all(end is not None and all(owners[p] == 1 for p in end.parameters()) for end in ends)
-    return ends if is_apart else []
-
-
 def norms_with_statistics(model: nn.Module) -> list[nn.Module]:
     """Return the layers with running statistics of the batches, such as batch norms."""
     return [module for module in model.modules() if getattr(module, "track_running_stats", False)]

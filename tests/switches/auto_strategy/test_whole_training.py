@@ -158,18 +158,6 @@ def test_the_engine_on_tensors_without_data_agrees_with_the_rules(flags: str) ->
     assert by_engine["step_seconds"] == by_rules["step_seconds"]
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize("more", ["", "--fused-linear-cross-entropy --checkpoint-activations --global-batch-size 16"])
-def test_an_embedding_and_a_last_layer_of_their_own_are_gathered_when_they_are_used(more: str) -> None:
-    flags = "--model-type llama --num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --world-size 4"
-    flags += f" --micro-batch-size 2 --device cpu --fsdp-memory-optimization --mixed-precision bf16 {more}"
-    engine, rules = (
-        planned(f"{flags} {source}")["prediction"]["memory_gb"]["total"]
-        for source in ("--engine-memory", "--price-per-hour 1")
-    )
-    assert engine == pytest.approx(rules, rel=0.001)
-
-
 JOB = f"{TINY} --device cpu"
 OF_SIZES = f"{JOB} --auto-strategy --micro-batch-size 1 --global-batch-size 4 --no-checkpoint-activations"
 OF_SIZES += " --tensor-model-parallel-size 1 --context-parallel-size 1"

@@ -235,69 +235,44 @@ class Sharded:
     def moments(self) -> Iterator[MemorySnapshot]:
         """Yield the candidates for the peak. With accumulation, they come from the last micro batch."""
         # Before they are copied out of their buffer. gloo copies the buffer once more.
-        embedding, _, rest = self._outside
-        gathered = (2 if self.setting.gpu else 3) * max(embedding, rest) + min(embedding, rest)
-        yield MemorySnapshot(0, self._gradients(0, 0), gathered)
+        yield MemorySnapshot(
+            0, self._gradients(0, 0), (2 if self.setting.gpu else 3) * self.model.outside_blocks(self.width)
+        )
         # Bytes of a block's gradients in the type of the sum. They are sent while the next block computes.
         run = self.model.most_in_a_block(self.model.parameters, self.layout.experts, FP32)
-        before, of_last_layer = 0, FP32 * self._trained(self.model.outside_blocks[1])
+        before = 0
         for number, phase in enumerate(self.phases):
             gathered = self._gathered(number)
-            # Gradients that are finished before those of the last block belong to the last layer, or to the root.
+            # The gradients of the root that are finished before those of the last block belong to the head.
             outside = min(before, self.phases[self._backwards[0] - 1].finished if self._backwards else 0)
-            outside -= min(outside, of_last_layer * self.width // FP32)
             of_blocks = before - outside
-            follows = bool(self._backwards) and number == self._backwards[0]
-            leaving = max(run, of_last_layer if follows else 0) if of_blocks else 0
+            leaving = run if of_blocks else 0
             yield MemorySnapshot(phase.peak_beside_earlier, self._gradients(outside, of_blocks), gathered + leaving)
             if phase.name == "backward" and phase.blocks > 1:  # the last of the blocks that the phase represents
                 others = phase.blocks - 1
                 alive = phase.peak_beside_earlier - others * phase.kept_by_each
                 earlier = of_blocks + (phase.finished - before) * others // phase.blocks
                 yield MemorySnapshot(alive, self._gradients(outside, earlier), gathered + run)
-            if phase.name in ("reduce", "backward"):
+            if phase.name == "backward":
                 # Its gradients are in their buffer, which gloo copies once more. Its parameters have been freed.
-                sent, freed = (
-                    (run, self._block)
-                    if phase.name == "backward"
-                    else (of_last_layer, self._outside[1] * self.setting.reshards)
-                )
                 finished = self._gradients(outside, phase.finished - outside)
-                yield MemorySnapshot(phase.end, finished, gathered - freed + 2 * sent)
+                yield MemorySnapshot(phase.end, finished, gathered - self._block + 2 * run)
             before = phase.finished
         # While the root's gradients are sent, FSDP's loop over the gradients still holds the last one.
-        of_embedding, _, of_rest = self.model.outside_blocks
-        of_root = [self._trained([name]) for name in (*of_rest, *of_embedding) if name in self.model.parameters]
+        of_root = [facts.count for name, facts in self.model.parameters.items() if not self.model.block_of(name)]
         width = FP32 if self._keeps_whole else self.width
         leaving = 2 * FP32 * sum(of_root) + width * sum(of_root[-1:])
         yield MemorySnapshot(self.phases[-1].end, self._to_fp32(before) // self.layout.shares, leaving)
 
     def _gathered(self, number: int) -> int:
-        """Bytes of whole parameters in a phase: of the root, of the active unit, and of the unit that arrives."""
+        """Bytes of whole parameters in a phase: of the root, of the active block, and of the block that arrives."""
         if not self.setting.reshards:
             everything = self.model.all_parameters.values()
             return sum(p.among(self.layout.experts).bytes_in(self.width) for p in everything)
-        name = self.phases[number].name
-        embedding, last_layer, rest = self._outside
-        # In a forward, the buffer from which a unit was copied exists until the next one has arrived.
-        times = {"begin": (2, 1, 0), "forward": (0, 2, 0), "head": (0, 0, 2), "turn": (0, 0, 1), "reduce": (0, 1, 1)}
-        of_embedding, blocks, of_last_layer = times.get(name, (1, 0, 0))
-        if not last_layer and name in ("head", "turn"):
-            blocks = 1
-        elif name == "backward":  # the next unit arrives
-            blocks, of_embedding = (1, 1) if number == self._backwards[-1] else (2, 0)
-        return rest + of_last_layer * last_layer + of_embedding * embedding + blocks * self._block
-
-    @cached_property
-    def _outside(self) -> list[int]:
-        """Bytes of the whole embedding, the whole last layer, and the rest of the root."""
-        everything, width = self.model.all_parameters, self.width
-        return [sum(everything[name].bytes_in(width) for name in names) for names in self.model.outside_blocks]
-
-    def _trained(self, names: Sequence[str]) -> int:
-        """Number of trained elements of these parameters."""
-        trained = self.model.parameters
-        return sum(trained[name].count for name in names if name in trained)
+        blocks = {"forward": 2, "end": 0}.get(self.phases[number].name, 1)
+        if self._backwards and self._backwards[0] <= number < self._backwards[-1]:  # after the last one, none arrives
+            blocks = 2
+        return self.model.outside_blocks(self.width) + blocks * self._block
 
     def _gradients(self, outside: int, of_blocks: int) -> int:
         """Bytes of gradients, from the finished ones of root and blocks: whole gradients, and shards of the others."""

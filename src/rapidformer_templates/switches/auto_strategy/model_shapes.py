@@ -15,15 +15,7 @@ from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_f
 from rapidformer_templates.engines.parallel.replicas import cast_to_compute_dtype, parameters_with_masters
 from rapidformer_templates.engines.recipe import depth_of, depths_of, undecayed
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import (
-    bytes_of,
-    canonical_name,
-    is_quantized,
-    separate_ends,
-    shape_of,
-    tables_of,
-    width_of,
-)
+from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of, tables_of, width_of
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.planning.plan import ContextKind
@@ -282,19 +274,9 @@ class ModelShapes:
         local = {name: facts.among(experts).bytes_in(width) for name, facts in parameters.items()}
         return max(self.by_block(local).values(), default=0)
 
-    @cached_property
-    def outside_blocks(self) -> tuple[list[str], list[str], list[str]]:
-        """Names of the parameters outside the blocks: of the embedding, of the last layer, and of the rest.
-
-        If these two share a parameter with anything, all are in the rest.
-        """
-        ends = separate_ends(self.whole) or [nn.Module(), nn.Module()]
-        of_end = {parameter: number for number, end in enumerate(ends) for parameter in end.parameters()}
-        names: tuple[list[str], list[str], list[str]] = ([], [], [])
-        for name, parameter in self.whole.named_parameters():
-            if not self.block_of(canonical_name(name)):
-                names[of_end.get(parameter, 2)].append(canonical_name(name))
-        return names
+    def outside_blocks(self, width: int) -> int:
+        """Return the bytes outside the blocks, with ``width`` bytes per element: embeddings, last norm, head."""
+        return sum(facts.bytes_in(width) for name, facts in self.all_parameters.items() if not self.block_of(name))
 
     @cached_property
     def repeats(self) -> bool:

@@ -36,14 +36,7 @@ from rapidformer_templates.engines.shards import (
     zero_gradient,
 )
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.models.blocks import (
-    canonical_name,
-    find_blocks,
-    is_quantized,
-    note_shape,
-    separate_ends,
-    shape_of,
-)
+from rapidformer_templates.models.blocks import canonical_name, find_blocks, is_quantized, note_shape, shape_of
 from rapidformer_templates.planning.plan import Plan, expert_shard_dim, shards_of_experts
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, broadcast, open_group_alone
@@ -58,9 +51,6 @@ Owners = list[tuple[nn.Module, str]]
 
 class FSDPEngine(SingleEngine):
     """Shards parameters, gradients and optimizer state over the workers, block by block.
-
-    An embedding and a last layer without common parameters are units like the blocks. Otherwise the whole vocabulary
-    would be gathered before the first block, held for the whole step, and reduced after the last block.
 
     With a shard size of N, they are sharded inside groups of N neighboring workers (hybrid sharding). Each group has a
     copy of all of them, and workers with the same shard sum its gradient. Experts that are already divided are sharded
@@ -133,11 +123,8 @@ class FSDPEngine(SingleEngine):
         # Shards are other tensors, without the notes of their parameters.
         shapes_of_codes = {name: shape_of(p) for name, p in model.named_parameters() if is_quantized(p)}
         whole = self._keep_whole(model)
-        ends = separate_ends(model) if self.workers.pipeline == 1 else []  # no stage has both
-        for unit in (*_units_of(model, [*of_model.values()], ends), model):
-            # The backward begins with the last layer.
-            stays_whole = unit in ends[1:] and reshard is None
-            self._shard_unit(unit, whole, policy, False if stays_whole else reshard)
+        for unit in (*_units_of(model, list(of_model.values())), model):
+            self._shard_unit(unit, whole, policy, reshard)
         accelerator.move(model, self.workers.device)  # the buffers
         for buffer in model.buffers() if self.workers.copies > 1 else ():
             broadcast(buffer.detach(), group=self.workers.copies_group)
@@ -469,15 +456,15 @@ def _owners(unit: nn.Module) -> dict[nn.Parameter, Owners]:
     return owners
 
 
-def _units_of(model: nn.Module, blocks: Sequence[nn.Module], ends: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the units of a model: its blocks, the largest modules that several blocks share, and its ends.
+def _units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the units of a model: its blocks, and the largest modules that several blocks share.
 
     None has a parameter in common with a module outside of it. The root has the parameters of those that do.
     """
     users_of = Counter(module for block in blocks for module in block.modules() if module is not block)
     shared = [module for module, count in users_of.items() if count > 1 and any(True for _ in module.parameters())]
     inner = {part for module in shared for part in module.modules() if part is not module}
-    units = [*(module for module in shared if module not in inner), *blocks, *ends]
+    units = [*(module for module in shared if module not in inner), *blocks]
     unit_of = {module: unit for unit in reversed(units) for module in unit.modules()}
     users: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
