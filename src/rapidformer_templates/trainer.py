@@ -180,7 +180,8 @@ class Trainer:
             return [None] * samples_in(batch), [None] * samples_in(batch)
         if self.task.generates:
             model: Any = self.model  # the task's own, which generates
-            outputs = self.task.generate(model, to_device(batch, next(model.parameters()).device))
+            with self.engine.precision():
+                outputs = self.task.generate(model, to_device(batch, next(model.parameters()).device))
         return self.task.predict(outputs, batch)
 
     @hook

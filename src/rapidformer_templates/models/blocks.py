@@ -87,6 +87,8 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     longest ``ModuleList`` or ``Sequential`` of modules of one class.
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
+    # FSDP puts its name in front of a class.
+    named |= {f"FSDP{kind}" for kind in named}
     blocks = {name: module for name, module in model.named_modules() if type(module).__name__ in named}
     # An embedding may also be listed as unsplittable. Only blocks have a number as their name in a list.
     blocks = {name: module for name, module in blocks.items() if name.rsplit(".", 1)[-1].isdecimal()}

@@ -19,6 +19,8 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 from torch import nn
 
+from rapidformer_templates.errors import ModelError
+
 TorchFunction = Callable[..., Any]
 """A function or method of torch."""
 
@@ -80,6 +82,12 @@ class DividedTensor(torch.Tensor):
         result = NotImplemented if handler is None else handler(function, *args, **kwargs)
         if result is not NotImplemented:
             return result
+        if args and isinstance(args[0], DividedTensor) and _changes_in_place(function):
+            raise ModelError(
+                f"{function.__name__} changes a tensor of which this worker has only a part",
+                where="the logits of a divided model",
+                hint="use the function that returns a new tensor, such as masked_fill or where",
+            )
         args, kwargs = torch.utils._pytree.tree_map_only(DividedTensor, lambda x: x.whole(), (args, kwargs))
         return function(*args, **kwargs)
 
@@ -87,6 +95,14 @@ class DividedTensor(torch.Tensor):
     def __torch_dispatch__(cls, function: object, *arguments: object) -> NoReturn:
         raise TypeError(f"{function} was called on a divided tensor below torch's Python functions; call whole()")
 
+
+def _changes_in_place(function: TorchFunction) -> bool:
+    """Whether a method changes values of its tensor. ``x += y`` does not count, as x then names the result."""
+    name = function.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name not in _OF_AUTOGRAD)
+
+
+_OF_AUTOGRAD = ("requires_grad_", "detach_")
 
 _T: Any = torch.Tensor
 _OF_THE_WHOLE = {

@@ -222,7 +222,9 @@ class Workers:
             The group of this worker. None if it is in none of them.
         """
         members = {rank for group in groups for rank in group}
-        if self.device.type not in OPENED_AT_ONCE:
+        # A program that has joined the workers itself may not have bound them to their devices, which a split needs.
+        world = dist.group.WORLD
+        if self.device.type not in OPENED_AT_ONCE or world is None or world.bound_device_id is None:
             return dist.new_subgroups_by_enumeration([list(group) for group in groups])[0]
         # One call for all of them. Torch names a group after the number of groups of a worker, so all open one.
         alone = [[rank] for rank in range(self.world) if rank not in members]

@@ -227,6 +227,9 @@ def ring_attention(
     Returns:
         Shape (samples, heads, tokens, size of a head).
     """
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # rotary positions leave queries and keys in fp32
+        query, key, value = (part.to(torch.get_autocast_dtype(kind)) for part in (query, key, value))
     return _Ring.apply(query, key, value, attention_mask, peers)
 
 

@@ -251,6 +251,22 @@ def _each_value(function: divided_tensor.TorchFunction, divided: object, *args: 
     return divided.with_local(function(divided.local, *args, **kwargs))
 
 
+def _dropout(
+    function: divided_tensor.TorchFunction,
+    divided: DividedRows,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> object:
+    """Draw for the rows of all workers, so that each has the random numbers of one process, and use the local ones."""
+    if inplace:
+        return NotImplemented
+    if not training or not p:
+        return divided
+    rows = torch.ones(math.prod(divided.rows), divided.shape[-1], dtype=divided.dtype, device=divided.device)
+    return divided.with_local(divided.local * divided.part_of(function(rows, p)))
+
+
 def _each_row(function: divided_tensor.TorchFunction, divided: object, *args: object, **kwargs: object) -> object:
     """A product with a matrix, or a norm over the last dimension."""
     if not isinstance(divided, DividedRows) or divided_tensor.has_divided((args, kwargs)):
@@ -298,10 +314,11 @@ DividedRows.handlers = {
         (
             _T.pow, _T.square, _T.rsqrt, _T.sqrt, _T.exp, _T.abs, _T.sigmoid, _T.relu, torch.pow, torch.square,
             torch.rsqrt, torch.sqrt, torch.exp, torch.abs, torch.sigmoid, torch.relu, functional.gelu, functional.silu,
-            functional.relu, functional.tanh, functional.dropout, functional.softplus,
+            functional.relu, functional.tanh, functional.softplus,
         ),
         _each_value,
     ),
+    functional.dropout: _dropout,
     **dict.fromkeys((functional.linear, functional.layer_norm, functional.rms_norm), _each_row),
     **dict.fromkeys((_T.mean, torch.mean, _T.var, torch.var), _over_features),
     **dict.fromkeys(

@@ -17,11 +17,15 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines import collectives
+from rapidformer_templates.engines.forwards import differentiable
 from rapidformer_templates.models.blocks import WrappedForward
 from rapidformer_templates.switches.layout.divided_tensors import DividedLogits, DividedVocabularyShard, check_inside
 from rapidformer_templates.switches.layout.sequence_shards import DIM, SequenceShards, Streams, first_argument
 
 Forward = Callable[..., Any]
+
+GRADIENTS_OF_PRODUCTS = (nn.Linear, nn.Embedding, Conv1D)
+"""Modules whose parameters get gradients that nothing else shares."""
 
 OTHER_SEQUENCES = ("key_value_states", "encoder_hidden_states")
 """Arguments with the output of an encoder, which attention reads. It is whole, also under sequence parallelism."""
@@ -80,7 +84,14 @@ class OnLocalParameters(WrappedForward):
     def local_parameters(self) -> dict[str, torch.Tensor | None]:
         """Return the local part of each parameter."""
         parameters = self.module._parameters.items()
-        return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in parameters}
+        return {key: self._local_part(value) if isinstance(value, DTensor) else value for key, value in parameters}
+
+    def _local_part(self, parameter: DTensor) -> torch.Tensor:
+        local = parameter.to_local()
+        if isinstance(self.module, GRADIENTS_OF_PRODUCTS) or not local.requires_grad:
+            return local
+        # Autograd copies a gradient that two parameters share, such as that of a sum, but does not see it in a DTensor.
+        return differentiable(lambda x: x.view_as(x), lambda gradient: gradient.clone(), local)
 
     def parts(self) -> dict[str, torch.Tensor | None]:
         """Return the local part of each parameter. Through autograd, whole parameters get whole gradients."""
