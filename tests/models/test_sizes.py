@@ -19,12 +19,14 @@ from transformers import (
     Phi3ForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from rapidformer_templates import Trainer, compose
 from rapidformer_templates.errors import ConfigError, ModelError
 from rapidformer_templates.models.architectures import choose_frequencies, notes_about_frequencies
-from rapidformer_templates.models.blocks import width_of
+from rapidformer_templates.models.blocks import find_blocks, width_of
 from rapidformer_templates.models.divided_tensor import flattens_rows, rows_of_view, selects_rows
 from tests.support.jobs import CausalJob
 from tests.support.messages import Says
@@ -260,3 +262,12 @@ def _index(index: Any) -> bool:
     assert_same_rows(logits, HIDDEN[index])
     assert logits.shape[-1] == SHAPE[-1]
     return True
+
+
+def test_blocks_are_found_behind_the_class_names_of_fsdp() -> None:
+    model = T5ForConditionalGeneration(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=3, num_heads=2))
+    found = find_blocks(model)
+    assert len(found) == 6
+    for block in found.values():
+        block.__class__ = type(f"FSDP{type(block).__name__}", (type(block),), {})
+    assert list(find_blocks(model)) == list(found)

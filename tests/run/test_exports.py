@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from rapidformer_templates import Trainer
+from rapidformer_templates import Finetuner, Trainer
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.models import weight_files
 from rapidformer_templates.planning.plan import PIPELINE_FSDP_ENGINE
@@ -307,6 +307,17 @@ STARTED = [
     for engine in ENGINES
     if (start != "new head" or task in HEADS) and accepts_on(ENGINES[engine].world, _flags(task, start, engine, "data"))
 ]
+
+
+def test_t5_generates_in_an_evaluation_under_bf16(data: str) -> None:
+    """Its norms are in fp32, so that generating needs autocast, as the loss does."""
+    flags = [*_flags("seq2seq_lm", "pretrained", "", data), "--mixed-precision", "bf16", "--eval-interval", "1"]
+    job = Finetuner([*flags, "--validation-fraction", "0.25", "--no-save"])
+    job.fit()
+    assert job.evaluate().keys() >= {"eval_loss", "rouge_l"}
+    assert len(job.predict(TEXTS[:3])) == 3
+
+
 DIVIDING = ("pipeline-parallel", "tensor-parallel", "zero-3")
 """Engines under which a worker reads only its parts of the weights."""
 READ = [case for case in STARTED if case[1] in ("pretrained", "new head") and case[2] in DIVIDING]

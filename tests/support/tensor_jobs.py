@@ -102,6 +102,17 @@ class _OwnBlock(nn.Module):
         return x + self.down(self.dropout(self.up(self.norm(x)).relu()))
 
 
+class _Shift(nn.Module):
+    """Adds the sum of two parameters, which have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.full((HIDDEN,), 0.1)), nn.Parameter(torch.zeros(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.one + self.other)
+
+
 class _Own(nn.Module):
     tensor_plan: ClassVar = {"layers.*.norm": "replicate", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
@@ -109,9 +120,10 @@ class _Own(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
         self.layers = nn.Sequential(*(_OwnBlock(dropout) for _ in range(LAYERS)))
+        self.shift = _Shift()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-        return SimpleNamespace(logits=self.head(self.layers(self.embedding(input_ids))))
+        return SimpleNamespace(logits=self.head(self.shift(self.layers(self.embedding(input_ids)))))
 
 
 MODELS: dict[str, Callable[[float, bool], nn.Module]] = {

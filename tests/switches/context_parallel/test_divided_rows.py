@@ -51,6 +51,7 @@ OPERATIONS: dict[str, Any] = {
     ),
     "one sample": lambda x, w, labels: functional.cross_entropy(x[1], labels[1].clamp(min=0)),
     "some rows": lambda x, w, labels: x[labels >= 0].logsumexp(-1),
+    "dropout": lambda x, w, labels: functional.dropout(x, 0.5),  # the first operation that draws
     "again": lambda x, w, labels: x[:, [0, 0, 5]],
     "last": lambda x, w, labels: x[torch.arange(SAMPLES), torch.tensor([3, 6])],
     "columns": lambda x, w, labels: x[..., 1:3],
@@ -60,7 +61,7 @@ OPERATIONS: dict[str, Any] = {
     "by tokens": lambda x, w, labels: x * torch.arange(float(TOKENS))[:, None],
     "argmax": lambda x, w, labels: x.argmax(-1),
 }
-DIVIDED = ("linear", "norm", "rms", "gelu", "softcap", "again", "last", "both")
+DIVIDED = ("linear", "norm", "rms", "gelu", "softcap", "dropout", "again", "last", "both")
 """Operations whose result each worker has only for its rows."""
 
 
@@ -196,6 +197,18 @@ def test_what_fsdp_asks_of_an_output_gathers_nothing() -> None:
     assert rows._base is None
     assert rows.requires_grad
     rows.register_hook(lambda gradient: None)
+
+
+def test_a_change_in_place_is_refused() -> None:
+    """It would change a gathered copy."""
+    rows = DividedRows(torch.zeros(2, 3), (4,), np.arange(2), peers=None)  # type: ignore[arg-type]
+    for change in (
+        lambda: rows.mul_(2.0),
+        lambda: rows.__setitem__((..., 1), 0.0),
+        lambda: rows.masked_fill_(torch.ones(4, 3) > 0, 1),
+    ):
+        with pytest.raises(ModelError, match="changes a tensor of which this worker has only a part"):
+            change()
 
 
 def test_a_shard_of_one_sample_lies_as_all_other_blocks_have_it() -> None:
